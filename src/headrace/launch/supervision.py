@@ -38,7 +38,7 @@ LAST_MESSAGES_S = 0.05
 REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
 """The remedy in the error that ends a run because of a dead process. A remedy for the cause may follow it."""
 LOG_REMEDY = "look at its log in the run directory"
-"""The remedy in the error about a dead process, where nothing better is known."""
+"""The remedy in the error about a dead process, if nothing better is known."""
 START_REMEDY = f"{LOG_REMEDY}; raise launch.start_timeout_s for a large model"
 """The remedy in the error about a process that does not become ready in time."""
 

@@ -21,7 +21,7 @@ from headrace.run.session.config import load_config
 from headrace.run.session.directory import (
     CONFIG_FILE,
     LOCK_S,
-    changed_settings,
+    find_changed_settings,
     choose_directory,
     lock_directory,
     read_settings,
@@ -181,10 +181,10 @@ def test_settings_of_a_run_that_have_changed_are_neither_resumed_with_nor_report
 
 def test_settings_that_decide_what_is_learned_and_changed_are_named_with_both_values(tmp_path: Path) -> None:
     before = {"learner": {"lr": 1e-3, "beta": 1}, "run": {"steps": 3, "seed": 1}, "flow": {"gone": 1}}
-    assert changed_settings(tmp_path, before) == []
+    assert find_changed_settings(tmp_path, before) == []
     write_sealed(tmp_path / "config.json", before)
     now = {"learner": {"lr": 2e-3, "beta": 1, "new": 5}, "run": {"steps": 9, "seed": 2}, "launch": {"threads": 2}}
-    assert changed_settings(tmp_path, now) == [
+    assert find_changed_settings(tmp_path, now) == [
         "learner.lr = 0.002 (before: 0.001)",
         "run.seed = 2 (before: 1)",
     ]

@@ -46,11 +46,11 @@ class RunTotals:
     recoveries: list[Recovery] = field(default_factory=list)
     """The latest recoveries of parts that had died."""
     mismatch_kl: float | None = None
-    """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
+    """KL(μ‖π) between engine and learner at equal weights; ``None`` if it was not measured."""
     mismatch_abs: float | None = None
-    """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
+    """Mean |log μ − log π| of the same tokens; ``None`` if it was not measured."""
     mismatch_abs_most: float | None = None
-    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` if no
     step had such tokens."""
     evals: dict[int, float] = field(default_factory=dict)
     """Mean held-out reward by the version that was committed when the evaluation began."""

@@ -89,7 +89,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_abs: float | None
     """Mean |log μ − log π| of the same tokens; ``None`` if it was not measured."""
     mismatch_abs_most: float | None = None
-    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` if no
     step had such tokens."""
     versions_agree: int | None = None
     """For a replay, the number of committed versions, whose weights are all equal to the recorded run's, bit for bit;

@@ -22,13 +22,13 @@ _CALLS = frozenset(
 """The full names of functions that block."""
 
 
-def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
+def find_blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
     """Return the line number, the called function and the enclosing function of every blocking call in an ``async def``
     of ``tree``, the syntax tree of a file. With a ``name``, only the definition of that name and the definitions that
     it uses are searched.
 
     >>> code = "from time import sleep as nap\\nasync def step():\\n    nap(1)\\n    def later(): nap(2)\\n"
-    >>> blocking_calls(ast.parse(code))
+    >>> find_blocking_calls(ast.parse(code))
     [(3, 'time.sleep', 'step')]
     """
     names = _import_names(tree)

@@ -137,9 +137,9 @@ class ScriptedEpisode:
     """All tools that were offered, by name."""
     reports: list[str] = field(default_factory=list)
     """The reports that the check's own code has sent."""
-    own_s: list[float] = field(default_factory=list)
-    """The time that the environment's own code took before each request but the first, in seconds."""
-    was_spent: bool = False
+    durations_s: list[float] = field(default_factory=list)
+    """The time that the environment's own code took before each request except the first, in seconds."""
+    is_exhausted: bool = False
     """Whether the environment requested more answers than ``max_answers``."""
     _answered_s: float = -1.0
     """The clock's time when the last answer was returned; -1 before the first answer."""
@@ -173,16 +173,16 @@ class ScriptedEpisode:
     def restart(self) -> None:
         """Discard the recorded requests, for another attempt at the episode."""
         self.requests.clear()
-        self.own_s.clear()
+        self.durations_s.clear()
 
     def _next_reply(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
         """Return the script's next answer to ``messages``, with calls of ``tools``, and record the time that the
         environment took since the last one. ``on_piece`` receives the answer's content as one piece."""
         now_s = self.clock.now()
         if self._answered_s >= 0:
-            self.own_s.append(now_s - self._answered_s)
+            self.durations_s.append(now_s - self._answered_s)
         if len(self.requests) >= self.max_answers:
-            self.was_spent = True
+            self.is_exhausted = True
             raise BudgetSpent(
                 f"the episode has used up env.max_turns: it is at {self.max_answers}",
                 remedy="end it before, or raise env.max_turns",

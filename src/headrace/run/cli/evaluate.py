@@ -83,10 +83,10 @@ def evaluate(
 
 def _run_harness_if_named(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
     """Run the evaluation harness named ``harness``, a program of another library such as lm-eval, and exit with its
-    exit code; return where ``harness`` is empty. ``where`` is the run, and ``arguments`` are passed to the harness.
+    exit code; return if ``harness`` is empty. ``if`` is the run, and ``arguments`` are passed to the harness.
 
     ``read_here`` contains the options of this command, by name, that a harness ignores. Raises
-    :class:`~headrace.base.errors.ConfigError` where the user has set such an option for a harness, and for arguments
+    :class:`~headrace.base.errors.ConfigError` if the user has set such an option for a harness, and for arguments
     without a harness.
     """
     if not harness and arguments:
@@ -122,7 +122,7 @@ def _show(result: Evaluation) -> None:
 
 
 def _interval(estimate: IntervalEstimate) -> str:
-    """Return the 95 % interval of an estimate as text; a dash where the estimate has no interval."""
+    """Return the 95 % interval of an estimate as text; a dash if the estimate has no interval."""
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"

@@ -34,7 +34,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def starting(doing: str) -> None:
     """Print ``doing``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now: before
-    imports that take seconds, and at each stage. The verb continues where this cannot be printed."""
+    imports that take seconds, and at each stage. The verb continues if this cannot be printed."""
     try:
         console(stderr=True).print(f"{readable(doing)} ...", style="dim")
     except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
@@ -59,7 +59,7 @@ def readable(text: str) -> str:
 
 
 def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
-    """Print the report of a check, as text or with ``as_json`` as JSON. Exit with code 1 where ``ok`` is false, which
+    """Print the report of a check, as text or with ``as_json`` as JSON. Exit with code 1 if ``ok`` is false, which
     means that the check has failed."""
     if as_json:
         print_json({"ok": ok, **msgspec.to_builtins(report)})
@@ -97,7 +97,7 @@ def continued_by(command: str) -> str:
 
 def command_line(*words: str) -> str:
     """Return the command line, quoted for a shell, that calls this program with the arguments ``words``. The command
-    line begins with ``headrace`` where a shell finds the program by that name, and otherwise with the path by which the
+    line begins with ``headrace`` if a shell finds the program by that name, and otherwise with the path by which the
     user has called the program."""
     program = [sys.argv[0]]
     if Path(program[0]).name == "__main__.py":
@@ -116,7 +116,7 @@ def this_command(*more: str) -> str:
 def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
     """Return the directory of the run that this command starts, and the command line that continues the run there.
 
-    ``run_dir`` is the setting ``run.dir``. Where it is empty, a new directory is chosen, whose name begins with
+    ``run_dir`` is the setting ``run.dir``. If it is empty, a new directory is chosen, whose name begins with
     ``prefix``, and the command line names it.
     """
     from headrace.base.clock import RealClock
@@ -128,7 +128,7 @@ def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
 
 def leave_if_hung_up(stopped_by: str) -> None:
     """Exit with the code :data:`HUNG_UP` if the run was stopped by SIGHUP, from which a calling script learns that it
-    can resume the run. ``stopped_by`` is the name of the signal that stopped the run; empty where no signal did."""
+    can resume the run. ``stopped_by`` is the name of the signal that stopped the run; empty if no signal did."""
     if stopped_by == "SIGHUP":
         raise typer.Exit(HUNG_UP)
 
@@ -138,7 +138,7 @@ def whole_output() -> Iterator[None]:
     """Run the body of the context, the whole program. Exit with code 1 and one line on standard error if standard
     output cannot be written.
 
-    The line is left out, as other programs do, where standard output is a pipe that its reader has closed
+    The line is left out, as other programs do, if standard output is a pipe that its reader has closed
     (``| head -1``).
     """
     try:

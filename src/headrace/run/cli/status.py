@@ -58,14 +58,14 @@ def status(
 
 
 def _process_state(pid: int, recorded: str) -> str:
-    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the operating system
+    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped if the operating system
     reports this, else ``recorded``, the state in the run's status file.
 
     The status file may be out of date, since a controller that is stopped or killed does not renew it.
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where another process has received the same number
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, if another process has received the same number
         return "ended"
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
@@ -75,7 +75,7 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
     file, with the state of each process as the operating system reports it now, the run's state (``running``,
     ``killed``, or how it ended) and its verdict.
 
-    Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
+    Raises :class:`~headrace.base.errors.DataError` if the directory has no run, or a run that is still starting.
     """
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE, is_locked
@@ -142,7 +142,7 @@ def _starting_in_words(run_dir: Path) -> str:
 
 def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
     """Return the newest verdict on the run's bottleneck, in words. The verdict comes from ``summary``, the summary of a
-    run that has ended, or where that is ``None`` from the live state of the run; empty where there is no verdict
+    run that has ended, or if that is ``None`` from the live state of the run; empty if there is no verdict
     yet."""
     from headrace.run.observe import LIVE_FILE
 

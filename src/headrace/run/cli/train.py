@@ -51,17 +51,17 @@ def train(
 
     with gc_disabled():
         from headrace.run.session import load_config
-        from headrace.run.session.repeating import opened_recording, recorded_settings
+        from headrace.run.session.repeating import open_recording, read_settings_to_replay
 
     starting("checking the settings, the rows, the model and this machine")
     config = load_config(
-        run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
+        run_file if replay is None or run_file else read_settings_to_replay(replay), overrides, like=like
     )  # fmt: skip
     if dry_run:
         from headrace.run.session.prepare import Inputs, prepare
 
         prepared = prepare(config, Inputs(thorough=True), weights=False)
-        with opened_recording(replay or "", prepared, resume=resume):
+        with open_recording(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return
     if as_json:
@@ -97,18 +97,18 @@ def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: boo
     if as_json:
         print_json(config.model_dump(mode="json"))
         return
-    from headrace.run.session.explain import changed_in_words, every_setting, explain, previews
+    from headrace.run.session.explain import describe_non_default_settings, format_all_settings, explain, previews
 
     out = console()
-    out.print(f"{explain(prepared)}\n{previews(prepared)}\n\n{changed_in_words(prepared.config, out.width)}\n")
+    out.print(f"{explain(prepared)}\n{previews(prepared)}\n\n{describe_non_default_settings(prepared.config, out.width)}\n")
     if defaults:
-        out.print(every_setting(prepared.config))
+        out.print(format_all_settings(prepared.config))
     else:
         out.print("Every other setting has its default: --dry-run --defaults prints them all.", style="dim")
 
 
 def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
-    """Start to compile the CPU kernels of the engine in the background, where this run uses kernels that are not
+    """Start to compile the CPU kernels of the engine in the background, if this run uses kernels that are not
     compiled yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 

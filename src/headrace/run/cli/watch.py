@@ -76,8 +76,8 @@ def _corrected_state(run_dir: Path) -> LiveState:
 
 
 def _read_live_state(run_dir: Path) -> LiveState:
-    """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` where the
-    file is missing, or where it cannot be decoded."""
+    """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` if the
+    file is missing, or if it cannot be decoded."""
     import msgspec
 
     from headrace.base.errors import DataError

@@ -116,7 +116,7 @@ class Accountant:
         self._newest = record
 
     def update(self, state: LiveState) -> None:
-        """Do nothing: :meth:`with_account` receives the present state and returns it with the account."""
+        """Do nothing: :meth:`add_account` receives the present state and returns it with the account."""
 
     def usage(self, usage: Usage) -> None:
         """Add the processor time that the run's processes used between two readings, both made during training, to the
@@ -139,11 +139,11 @@ class Accountant:
         before the first step."""
         return str(judge(self.total(), self._settings)) if self.total().seconds else ""
 
-    def with_account(self, state: LiveState) -> LiveState:
+    def add_account(self, state: LiveState) -> LiveState:
         """Return a copy of the run's present ``state`` with the account so far, the verdict on it, and two values for
         each step: the tokens trained per second, and the share of its time in which the learner waited.
 
-        The present step is part of the account only where no step has ended for :data:`LONG_S` seconds of training.
+        The present step is part of the account only if no step has ended for :data:`LONG_S` seconds of training.
         """
         so_far = self._total
         newest = self._newest

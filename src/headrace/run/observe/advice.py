@@ -22,7 +22,7 @@ class VerdictSettings:
     max_age: int | None = None
     """``flow.max_age``, in versions."""
     lead: int | None = None
-    """The number of batches that generation runs ahead: ``flow.lead``, or ``flow.max_age`` where that is unset."""
+    """The number of batches that generation runs ahead: ``flow.lead``, or ``flow.max_age`` if that is unset."""
     capacity: int | None = None
     """``flow.capacity``, in groups."""
     group_size: int | None = None
@@ -32,25 +32,25 @@ class VerdictSettings:
     max_new_tokens: int | None = None
     """``engine.max_new_tokens``: the longest completion, in tokens."""
     reward_workers: int | None = None
-    """``env.reward_workers``, the number of processes that compute rewards; ``None`` also where no reward is a function
+    """``env.reward_workers``, the number of processes that compute rewards; ``None`` also if no reward is a function
     of the user."""
     env_workers: int | None = None
     """``env.workers``, the number of processes that run environments."""
     engines: int | None = None
     """``engine.count``: the number of engines."""
     engine_threads: int | None = None
-    """``launch.engine_threads``, the processors of the engine; where the run file leaves it unset, half of all."""
+    """``launch.engine_threads``, the processors of the engine; if the run file leaves it unset, half of all."""
     learner_threads: int | None = None
-    """``launch.learner_threads``, the processors of the learner; where the run file leaves it unset, half of all."""
+    """``launch.learner_threads``, the processors of the learner; if the run file leaves it unset, half of all."""
     processors: int | None = None
     """The number of processors that the run's processes may use."""
     on_cpu: bool = False
-    """True where an engine or the learner computes on the processors."""
+    """True if an engine or the learner computes on the processors."""
     alternating: bool = False
     """True for ``sync.interrupt = "sleep"``: engine and learner share a device, and only one of them computes at a
     time."""
     order: str = ""
-    """``flow.order``; empty where it is not known."""
+    """``flow.order``; empty if it is not known."""
 
 
 UNKNOWN = VerdictSettings()
@@ -61,8 +61,8 @@ def make_verdict_settings(config: Mapping[str, Any], *, processors: int | None =
     """Return the settings for a verdict's advice from ``config``, the resolved settings of a run as a tree of sections.
     A setting that the tree lacks is ``None``.
 
-    ``processors`` is the number of processors that the run's processes may use, ``None`` where it is not known, and
-    ``on_cpu`` is true where an engine or the learner computes on them.
+    ``processors`` is the number of processors that the run's processes may use, ``None`` if it is not known, and
+    ``on_cpu`` is true if an engine or the learner computes on them.
 
     >>> found = make_verdict_settings({"flow": {"max_age": 2, "lead": None}})
     >>> found.max_age, found.lead, found.engine_threads
@@ -93,20 +93,20 @@ def make_verdict_settings(config: Mapping[str, Any], *, processors: int | None =
 
 
 def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the section ``name`` of the settings ``config``; empty where it is missing or is no section."""
+    """Return the section ``name`` of the settings ``config``; empty if it is missing or is no section."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def _integer_or_none(value: object) -> int | None:
-    """Return ``value``, the value of a setting, where it is an integer; ``None`` for any other type, ``bool``
+    """Return ``value``, the value of a setting, if it is an integer; ``None`` for any other type, ``bool``
     included."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
     """Return advice against the bottleneck ``bound``: a sentence or two with the names and the present values of the
-    settings to change; an empty string where there is no advice. ``account`` has the times of the run's parts."""
+    settings to change; an empty string if there is no advice. ``account`` has the times of the run's parts."""
     match bound:
         case Bound.GENERATION:
             return _advise_engine(settings)
@@ -146,7 +146,7 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
 
 
 def _present_value(value: int | None) -> str:
-    """Return the present value of a setting, to be put after its name; empty where it is not known.
+    """Return the present value of a setting, to be put after its name; empty if it is not known.
 
     >>> _present_value(2), _present_value(None)
     (' (now 2)', '')
@@ -156,7 +156,7 @@ def _present_value(value: int | None) -> str:
 
 def _advise_running_ahead(settings: VerdictSettings) -> str:
     """Return the advice to let generation run further ahead of training, by ``flow.max_age`` or ``flow.lead``; an empty
-    string where engine and learner share a device, or where these settings are not known."""
+    string if engine and learner share a device, or if these settings are not known."""
     age, lead = settings.max_age, settings.lead
     if settings.alternating or age is None or lead is None:
         return ""
@@ -190,7 +190,7 @@ def _advise_scoring(account: Account, settings: VerdictSettings) -> str:
 
 
 def _advise_sync(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: where the sync
+    """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: if the sync
     is nearly always busy, letting generation run further ahead does not help, so fewer steps are advised."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
@@ -202,7 +202,7 @@ def _advise_sync(account: Account, settings: VerdictSettings) -> str:
 def _advise_environment(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for its environments.
 
-    A worker runs many episodes at once. More workers help where they compute all the time; where the episodes wait for
+    A worker runs many episodes at once. More workers help if they compute all the time; if the episodes wait for
     a web page or a timer, more episodes at once help.
     """
     count = settings.env_workers
@@ -216,7 +216,7 @@ def _advise_environment(account: Account, settings: VerdictSettings) -> str:
 
 
 def _advise_running_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice to let generation run further ahead where the engine is idle for more than half of the time,
+    """Return the advice to let generation run further ahead if the engine is idle for more than half of the time,
     else an empty string."""
     return _advise_running_ahead(settings) if account.engine_idle > 0.5 else ""
 
@@ -233,8 +233,8 @@ def _advise_stragglers(settings: VerdictSettings) -> str:
 
 
 def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
-    """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` where
-    no part computes on processors, or where a number is not known. Advice then names devices instead."""
+    """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` if
+    no part computes on processors, or if a number is not known. Advice then names devices instead."""
     engine, learner, total = settings.engine_threads, settings.learner_threads, settings.processors
     return (engine, learner, total) if settings.on_cpu and engine and learner and total else None
 
@@ -292,7 +292,7 @@ WHOLE_SHARE = 0.8
 
 def _advise_processors(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run whose processes wait for processors (CPUs). The advice depends on the share of the
-    processors that the run itself uses: where this share is small, other programs are the cause."""
+    processors that the run itself uses: if this share is small, other programs are the cause."""
     if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     if account.processors_s < WHOLE_SHARE * account.observed_s:
@@ -310,7 +310,7 @@ def _advise_processors(account: Account, settings: VerdictSettings) -> str:
 
 def _advise_alternating(settings: VerdictSettings) -> str:
     """Return the advice for a run whose engine and learner work in turn, each waiting for the other: separate devices
-    where they share one, else letting generation run ahead."""
+    if they share one, else letting generation run ahead."""
     if settings.alternating:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "

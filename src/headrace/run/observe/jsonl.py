@@ -48,8 +48,8 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file ``path`` for appending, and create it where it is missing. Raises
-        :class:`~headrace.base.errors.RunError` where the file cannot be written."""
+        """Open the file ``path`` for appending, and create it if it is missing. Raises
+        :class:`~headrace.base.errors.RunError` if the file cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
@@ -62,7 +62,7 @@ class JsonlWriter(Generic[R]):
         """Append ``records`` to the file. They are passed to the operating system at once, so that a later kill of the
         process loses nothing.
 
-        Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
+        Raises :class:`~headrace.base.errors.RunError` if the file cannot be written, for example on a full disk.
         """
         unwritten = memoryview(self._encoder.encode_lines(list(records)))
         try:
@@ -83,7 +83,7 @@ class JsonlWriter(Generic[R]):
         self.close()
 
     def _write_error(self, error: OSError) -> RunError:
-        """Return the error to raise where opening or writing the file failed with ``error``."""
+        """Return the error to raise if opening or writing the file failed with ``error``."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room on that disk and make the run directory writable, then continue with --resume",
@@ -94,8 +94,8 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
     """Return every record of the file, in order; each line is decoded as a ``kind``, the class of the records. A torn
     last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read. Raises it also, with the number of
-    the line, where a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
+    Raises :class:`~headrace.base.errors.DataError` if the file cannot be read. Raises it also, with the number of
+    the line, if a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
     decoded are left out instead, and ``skipped`` is called once with a message about them.
     """
     try:
@@ -161,7 +161,7 @@ class Recorder:
     """An observer that writes ``metrics.jsonl``, ``trace.jsonl``, ``events.jsonl`` and ``live.json`` into the run
     directory.
 
-    Each call writes at once. Use it as a context manager. Raises :class:`~headrace.base.errors.RunError` where the run
+    Each call writes at once. Use it as a context manager. Raises :class:`~headrace.base.errors.RunError` if the run
     directory cannot be written.
     """
 

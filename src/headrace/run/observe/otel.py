@@ -23,7 +23,7 @@ def send_trace(run: RunData, url: str) -> int:
     """Send the spans of ``run`` to the collector at ``url``, such as ``http://HOST:4318/v1/traces``. Return the number
     of spans.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the packages are missing or the collector refuses the spans,
+    Raises :class:`~headrace.base.errors.ConfigError` if the packages are missing or the collector refuses the spans,
     and :class:`~headrace.base.errors.DataError` for a run without a step, whose clock is not known.
     """
     try:
@@ -40,7 +40,7 @@ def send_trace(run: RunData, url: str) -> int:
 
 def export(run: RunData, exporter: SpanExporter, where: str) -> int:
     """Pass the spans of ``run`` to ``exporter``, at most :data:`AT_ONCE` in one request, and return their number.
-    Raises the errors of :func:`send_trace`; ``where`` names the collector in their messages."""
+    Raises the errors of :func:`send_trace`; ``if`` names the collector in their messages."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     steps = run.session
@@ -83,7 +83,7 @@ def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
 
 
 def _attributes(span: Span) -> dict[str, str | int]:
-    """Return the attributes of a span for OpenTelemetry: its lane, and its step and its episode where it has them. A
+    """Return the attributes of a span for OpenTelemetry: its lane, and its step and its episode if it has them. A
     span without a step has the step −1."""
     attributes: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:

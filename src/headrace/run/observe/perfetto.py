@@ -37,11 +37,11 @@ _FIRST = ("engine", "learner", "sync", "scoring", "rollout")
 
 
 def write_trace(run: RunData, path: Path) -> int:
-    """Write the trace of ``run`` to ``path`` as JSON for Perfetto, compressed where ``path`` ends in ``.gz``. Return
+    """Write the trace of ``run`` to ``path`` as JSON for Perfetto, compressed if ``path`` ends in ``.gz``. Return
     the number of events, which are spans, counters and names of rows.
 
-    Raises :class:`~headrace.base.errors.DataError` where the run has no trace, and
-    :class:`~headrace.base.errors.RunError` where ``path`` cannot be written.
+    Raises :class:`~headrace.base.errors.DataError` if the run has no trace, and
+    :class:`~headrace.base.errors.RunError` if ``path`` cannot be written.
     """
     if not run.spans:
         why = next((note for note in run.notes if note.startswith("trace")), "it has no span yet")

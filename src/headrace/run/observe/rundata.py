@@ -123,7 +123,7 @@ class RunData:
     @cached_property
     def account(self) -> Account | None:
         """Return the account of the run since it was last started: the account in its summary or live state, or else an
-        account computed from the trace; ``None`` where all three are missing."""
+        account computed from the trace; ``None`` if all three are missing."""
         recorded = recorded_account(self.summary) or recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
@@ -144,7 +144,7 @@ class RunData:
         return run_name(self.directory, self.config)
 
     def setting(self, section: str, key: str) -> Any:
-        """Return the value of the setting ``section.key`` of the run; ``None`` where the resolved settings lack it, for
+        """Return the value of the setting ``section.key`` of the run; ``None`` if the resolved settings lack it, for
         example because an older version of Headrace wrote them."""
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
@@ -157,7 +157,7 @@ class RunData:
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
     def figure(self, key: str) -> float | None:
-        """Return the figure ``key`` of :attr:`figures` as a number; ``None`` where it is missing or is no number."""
+        """Return the figure ``key`` of :attr:`figures` as a number; ``None`` if it is missing or is no number."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -192,7 +192,7 @@ def run_about(config: Mapping[str, Any]) -> str:
 
 
 def _short_name(path: Path) -> str:
-    """Return the last part of a path. Where this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
+    """Return the last part of a path. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
     directory above is put before it."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
@@ -203,7 +203,7 @@ _UNTELLING_NAMES = ("run", "model")
 
 def load_run(run_dir: Path) -> RunData:
     """Read the run in ``run_dir``, which may still be running, and return its data. A file that is missing or damaged
-    becomes a note in the result. Raises :class:`~headrace.base.errors.DataError` only where ``run_dir`` is not a
+    becomes a note in the result. Raises :class:`~headrace.base.errors.DataError` only if ``run_dir`` is not a
     directory, or holds no file of a run."""
     names = (METRICS_FILE, TRACE_FILE, SUMMARY_FILE, CONFIG_FILE)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in names):
@@ -224,7 +224,7 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def recorded_account(tree: Mapping[str, Any]) -> Account | None:
-    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` where the account is
+    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` if the account is
     missing, cannot be decoded, or covers no time."""
     try:
         account = msgspec.convert(tree.get("account") or {}, Account)
@@ -234,7 +234,7 @@ def recorded_account(tree: Mapping[str, Any]) -> Account | None:
 
 
 def _read_live(run_dir: Path) -> dict[str, Any]:
-    """Return the content of ``live.json``, the last live state that the run wrote; empty where the file is missing or
+    """Return the content of ``live.json``, the last live state that the run wrote; empty if the file is missing or
     damaged. Such a file causes no note, since no report depends on it."""
     try:
         return _read_tree(run_dir / LIVE_FILE)
@@ -243,14 +243,14 @@ def _read_live(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
-    """Return the events of the run, and append a note to ``notes`` where the file is damaged. A run of an older version
+    """Return the events of the run, and append a note to ``notes`` if the file is damaged. A run of an older version
     of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
     return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
 
 def _read_or_note(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
-    """Return the result of ``read``, which reads the file ``path``. Where the file is missing or damaged, append a note
+    """Return the result of ``read``, which reads the file ``path``. If the file is missing or damaged, append a note
     about it to ``notes``, and return ``empty``."""
     if not path.exists():
         notes.append(f"{path.name} is not there{_MEANING.get(path.name, '')}")
@@ -274,14 +274,14 @@ def _valid_spans(spans: list[Span]) -> list[Span]:
 
 def _read_config(run_dir: Path) -> dict[str, Any]:
     """Return the resolved settings of the run from ``config.json``. Raises
-    :class:`~headrace.base.errors.HeadraceError` where the file differs from its checksum, or cannot be read."""
+    :class:`~headrace.base.errors.HeadraceError` if the file differs from its checksum, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
     return _read_tree(run_dir / CONFIG_FILE)
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
-    where the file cannot be read, or contains no JSON object."""
+    if the file cannot be read, or contains no JSON object."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

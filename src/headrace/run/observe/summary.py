@@ -18,7 +18,7 @@ from headrace.base.types.observation import Event, StepRecord
 
 def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
     """Return the median and the 99th percentile (linear between ranks) of commit gaps, in milliseconds; ``None`` for
-    both where ``gaps_s`` is empty. A commit gap is the time for which the engine's step loop stood still to commit new
+    both if ``gaps_s`` is empty. A commit gap is the time for which the engine's step loop stood still to commit new
     weights; ``gaps_s`` is in seconds.
 
     >>> commit_gap_ms([0.001, 0.002, 0.003])
@@ -70,7 +70,7 @@ def evaluations(
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return ``amount / seconds``; 0 where no time has passed."""
+    """Return ``amount / seconds``; 0 if no time has passed."""
     return amount / seconds if seconds > 0 else 0.0
 
 

@@ -107,7 +107,7 @@ class Panel:
 
 def ticks(most: float) -> list[float]:
     """Return the values at which an axis from 0 to ``most`` has its grid lines: multiples of 1, 2 or 5 times a power of
-    ten, at most six of them; none where ``most`` is not above 0.
+    ten, at most six of them; none if ``most`` is not above 0.
 
     >>> ticks(100), ticks(0.37), ticks(0)
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.0, 0.1, 0.2, 0.3], [])

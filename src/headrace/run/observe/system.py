@@ -111,7 +111,7 @@ class SystemWatch:
         return self._processes[pid]
 
     def _sample(self, pid: int) -> _Sample:
-        """Return the present counters of the process ``pid``. Raises one of the errors :data:`PROCESS_GONE` where the
+        """Return the present counters of the process ``pid``. Raises one of the errors :data:`PROCESS_GONE` if the
         process has ended."""
         times = self._process(pid).cpu_times()
         sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)

@@ -218,7 +218,7 @@ class _Rows:
 
     def progress(self) -> Text:
         """Return a bar and the number of the steps that have ended, the time since the start, and the estimated
-        remaining time, where there is an estimate."""
+        remaining time, if there is an estimate."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
@@ -227,7 +227,7 @@ class _Rows:
 
     def reward(self) -> Text:
         """Return a sparkline of the mean reward of every step, with the latest, the first and the best of them, and the
-        latest evaluation, where there is one; ``none yet`` before the first reward."""
+        latest evaluation, if there is one; ``none yet`` before the first reward."""
         known = [reward for reward in self._state.rewards if reward is not None]
         if not known:
             return Text("none yet", style="dim")
@@ -253,7 +253,7 @@ class _Rows:
         the version of its weights.
 
         ``idle`` is the share of time in which it did not work, from 0 to 1; ``None`` before it has started. ``tok_s``
-        is its rate in tokens per second, sampled or trained; ``version`` is −1 where it has no weights yet.
+        is its rate in tokens per second, sampled or trained; ``version`` is −1 if it has no weights yet.
         """
         if idle is None:
             return Text("not started yet", style="dim")
@@ -318,7 +318,7 @@ class _Rows:
 
     def sample(self) -> Text:
         """Return the latest completion of the policy, cut to about two lines and with control characters made visible,
-        and its reward where that is known."""
+        and its reward if that is known."""
         text = Text("latest completion", style="dim", no_wrap=True, overflow="ellipsis", end="")
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")

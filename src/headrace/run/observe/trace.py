@@ -108,7 +108,7 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
     A process that is stopped does not count as working, even inside a span. A moment in which the learner is idle
     belongs to :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped; otherwise it belongs
     to the first part in :data:`LEARNER_WAITS` that works at that moment. The idle time of every engine is divided in
-    the same way, where a stop of this engine alone counts too. The shares are disjoint and cover all idle time.
+    the same way, if a stop of this engine alone counts too. The shares are disjoint and cover all idle time.
     ``known`` names lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
@@ -244,5 +244,5 @@ def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Inter
 
 
 def is_engine(lane: str) -> bool:
-    """Return whether ``lane`` belongs to an engine: ``engine``, or ``engine-1`` and so on where a run has several."""
+    """Return whether ``lane`` belongs to an engine: ``engine``, or ``engine-1`` and so on if a run has several."""
     return lane == "engine" or lane.startswith("engine-")

@@ -39,15 +39,15 @@ class RunVerdict:
     """The share of the learner's time that the bound costs; for a bound by the learner, the share in which it works."""
     most_tok_s: float
     """The largest rate of trained tokens per second that would be possible without the bound, if all other parts worked
-    as fast as now (:func:`_largest_rate`); 0 where it is not known."""
+    as fast as now (:func:`_largest_rate`); 0 if it is not known."""
     finding: str
     """The time of each part, in words."""
     gain: str
-    """The largest possible gain, in words; empty where it is not known."""
+    """The largest possible gain, in words; empty if it is not known."""
     advice: str
-    """The settings to change, in words; empty where the run is balanced."""
+    """The settings to change, in words; empty if the run is balanced."""
     besides: str = ""
-    """Other losses, in words: waits for the sync, and tokens that are never trained. Empty where there are none."""
+    """Other losses, in words: waits for the sync, and tokens that are never trained. Empty if there are none."""
 
     def __str__(self) -> str:
         """Return the verdict as one line: the bound, a colon, and all sentences."""
@@ -130,7 +130,7 @@ def processor_waits(a: Account) -> dict[str, float]:
     the name of that part; parts that cost nothing are left out.
 
     The waits of the engine and of the controller count only while the learner waits for these parts. The result is
-    empty where waiting for processors was not measured.
+    empty if waiting for processors was not measured.
 
     >>> processor_waits(Account(seconds=10.0, learner_busy_s=8.0, observed_s=5.0, queued_s={"learner": 1.0}))
     {'learner': 0.2}
@@ -192,7 +192,7 @@ def _summed_waits(a: Account, cause: Cause) -> float:
 def _is_longest_wait(a: Account, cause: Cause) -> bool:
     """Return whether learner and engine together wait longer for ``cause`` than for any other part.
 
-    The result is false where ``cause`` is the learner or the engine itself, and where the learner spends more time
+    The result is false if ``cause`` is the learner or the engine itself, and if the learner spends more time
     waiting while no part works than waiting for ``cause``.
     """
     beside = cause not in (Cause.ENGINE, Cause.LEARNER, Cause.NOBODY)
@@ -211,7 +211,7 @@ def _is_short_of_processors(a: Account) -> bool:
 
 
 def _precise_bound(a: Account, bound: Bound) -> Bound:
-    """Return the reason why the learner waits for episodes, where ``bound`` means such a wait: too few groups in flight
+    """Return the reason why the learner waits for episodes, if ``bound`` means such a wait: too few groups in flight
     (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts
     (``PREFILL``). In all other cases return ``bound`` itself."""
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MAIN_SHARE:
@@ -228,7 +228,7 @@ def _precise_bound(a: Account, bound: Bound) -> Bound:
 
 def _cost_of_bound(bound: Bound, a: Account) -> float:
     """Return the share of the learner's time that the bound costs, from 0 to 1; for a bound by the learner itself, the
-    share in which it works, and 0 where no part is the bottleneck."""
+    share in which it works, and 0 if no part is the bottleneck."""
     match bound:
         case Bound.LEARNER:
             return 1 - a.learner_idle
@@ -256,7 +256,7 @@ _OWN_SPEED = {
 
 def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBound]:
     """Return the largest possible rate of trained tokens without the bound, in tokens per second, and the part that
-    would be the bottleneck then. The rate is 0 where it is not known. ``frac`` is the share of time that the bound
+    would be the bottleneck then. The rate is 0 if it is not known. ``frac`` is the share of time that the bound
     costs.
 
     The rate is the present rate divided by the share of the time in which the busiest other part works. For a lack of
@@ -293,7 +293,7 @@ def _gain_in_words(bound: Bound, rates: tuple[float, float], next_one: NextBound
 
 def _finding_in_words(bound: Bound, a: Account) -> str:
     """Return sentences that say how learner, engine and controller spend their time, followed by a fact that explains
-    the bound, where there is one.
+    the bound, if there is one.
 
     The first sentences have the same form for every bound, so that two runs can be compared.
     """
@@ -359,7 +359,7 @@ def _wait_percents(busy_s: float, waits_s: Mapping[str, float], seconds: float) 
 
 
 def _idle_percent(busy_s: float, seconds: float) -> int:
-    """Return the share of time in which a part did not work, in whole percent, where it worked for ``busy_s`` of
+    """Return the share of time in which a part did not work, in whole percent, if it worked for ``busy_s`` of
     ``seconds``; 100 for an empty interval."""
     return percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 100
 
@@ -384,7 +384,7 @@ def _other_losses(bound: Bound, a: Account) -> str:
 
 def _ages_in_words(a: Account) -> str:
     """Return in words the mean age of the trained tokens, in versions, and how long a synchronous run would have taken.
-    Return an empty string where the ages are not known, or where every token had the age 0."""
+    Return an empty string if the ages are not known, or if every token had the age 0."""
     if not a.aged_tokens or not a.trained_ages:
         return ""
     mean_age = a.trained_ages / a.aged_tokens
@@ -393,7 +393,7 @@ def _ages_in_words(a: Account) -> str:
 
 def _synchronous_time_in_words(a: Account) -> str:
     """Return in words how long the run would have taken if generation and training took turns. Return an empty string
-    where this cannot be estimated: where the parts delayed each other, or the run was too short to measure this.
+    if this cannot be estimated: if the parts delayed each other, or the run was too short to measure this.
 
     >>> measured = {"observed_s": 20.0, "turned_s": 20.0, "turns_least_s": 30.0}
     >>> _synchronous_time_in_words(Account(seconds=22.0, turns_s=30.0, **measured))

@@ -10,7 +10,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return ``value`` as text with ``digits`` significant digits, or as a whole number where it has at least that many
+    """Return ``value`` as text with ``digits`` significant digits, or as a whole number if it has at least that many
     digits before the point; a dash for ``None``.
 
     >>> number(0.71349), number(12345.6), number(None)
@@ -48,7 +48,7 @@ def percent(share: float) -> str:
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
     """Return shares, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded so
     that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
-    share is 0, so are all percentages.) Where ``total`` is ``None``, each share is rounded by itself, halves up.
+    share is 0, so are all percentages.) If ``total`` is ``None``, each share is rounded by itself, halves up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])

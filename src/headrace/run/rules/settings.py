@@ -187,7 +187,7 @@ _SHARDS: Rules = (
 
 
 def _loss_name(algo: AlgoConfig) -> str:
-    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` where a bundle of
+    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` if a bundle of
     the same name contains the loss, or else ``algo.loss``."""
     named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
     return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
@@ -350,7 +350,7 @@ def _trial_credit(c: RunSections) -> Floats | DataError | None:
     """Return the credit that the advantage computes for two invented episodes of one token each, with rewards 0 and 1,
     in one group. The rules use it to find out what kind of advantage it is.
 
-    The result is the error where the advantage refuses these episodes, and ``None`` where it reads more than rewards,
+    The result is the error if the advantage refuses these episodes, and ``None`` if it reads more than rewards,
     groups and lengths, such as a critic's values.
     """
     advantage = c.algo.advantage
@@ -537,7 +537,7 @@ _STALENESS: Rules = (
 
 def idle_clip(config: RunSections) -> list[str]:
     """Return a list with one warning for a run that trains tokens of older weights with a loss whose clip never acts;
-    an empty list for any other run. The clip never acts where the loss compares π with the learner's own weights before
+    an empty list for any other run. The clip never acts if the loss compares π with the learner's own weights before
     the step, since the ratio is then always 1."""
     if config.flow.greatest_age == 0 or not config.algo.clip_is_idle:
         return []

@@ -41,7 +41,7 @@ class ModelFacts:
     config: RunSections
     """The settings of the run."""
     chat_template: str | None
-    """The template by which the tokenizer writes messages; ``None`` where it has none."""
+    """The template by which the tokenizer writes messages; ``None`` if it has none."""
     routes: bool
     """Whether the model is a mixture of experts whose routing can be recorded."""
 
@@ -54,7 +54,7 @@ class RowFacts:
     config: RunSections
     """The settings of the run."""
     tasks: Sequence[Task]
-    """The rows to train on; empty where nothing is trained."""
+    """The rows to train on; empty if nothing is trained."""
     eval_tasks: Sequence[Task]
     """The held-out rows."""
     limit: ContextLimit
@@ -64,7 +64,7 @@ class RowFacts:
 
     @property
     def shortest(self) -> int:
-        """The length of the shortest prompt to train on (of the held-out prompts, where nothing is trained), in
+        """The length of the shortest prompt to train on (of the held-out prompts, if nothing is trained), in
         tokens."""
         return min(len(task.prompt_ids_T) for task in self.tasks or self.eval_tasks)
 
@@ -75,7 +75,7 @@ class RowFacts:
 
     @property
     def longest_sample(self) -> int:
-        """The largest length of prompt and answer together that the learner may receive, in tokens; 0 where nothing
+        """The largest length of prompt and answer together that the learner may receive, in tokens; 0 if nothing
         is trained."""
         if not self.tasks:
             return 0
@@ -84,7 +84,7 @@ class RowFacts:
 
     @property
     def context(self) -> int:
-        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or where
+        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or if
         that is unset the length that the prompts need, at most the model's limit."""
         engine, possible = self.config.engine, self.limit.length
         if engine.max_context is not None:
@@ -227,7 +227,7 @@ def _unknown_token(facts: RowFacts) -> Broken:
 
 def _short_critic(facts: RowFacts) -> Broken:
     """Return the context length of the critic, a model that predicts values, and the largest length of a sample, if the
-    first is smaller; else false. The result is also false where the critic has no model of its own."""
+    first is smaller; else false. The result is also false if the critic has no model of its own."""
     path = facts.config.learner.critic.path
     if not path or (most := context_length(path)) >= facts.context:
         return False

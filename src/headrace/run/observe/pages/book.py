@@ -45,12 +45,12 @@ class PageWriter:
     """The writer of the directory of one evaluation: it writes each episode when the episode has ended, and the index
     at the end. All methods are called from one event loop; :meth:`keep` writes in a thread.
 
-    Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. The constructor
+    Every method raises :class:`~headrace.base.errors.RunError` if the directory cannot be written. The constructor
     raises :class:`~headrace.base.errors.ConfigError` for a directory that holds an evaluation already.
     """
 
     def __init__(self, directory: Path, shown: PageInputs) -> None:
-        """Create ``directory``, where it is missing, with an empty file of lines. ``shown`` contains the tasks and the
+        """Create ``directory``, if it is missing, with an empty file of lines. ``shown`` contains the tasks and the
         number of episodes that get a page."""
         self._directory = directory
         self._shown = shown
@@ -86,7 +86,7 @@ class PageWriter:
 
     def _write_episode(self, episode: EpisodeGraph, page: str) -> None:
         """Append the line of an episode to ``episodes.jsonl``, and write its page to the path ``page`` in the
-        directory. Where ``page`` is empty, no page is written."""
+        directory. If ``page`` is empty, no page is written."""
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,

@@ -51,7 +51,7 @@ def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> 
 
 
 def _as_json(row: dict[str, Any]) -> str:
-    """Return ``row``, the data of a task, as indented JSON; where a value has no JSON form, return ``str(row)``."""
+    """Return ``row``, the data of a task, as indented JSON; if a value has no JSON form, return ``str(row)``."""
     try:
         return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
     except (TypeError, ValueError, OverflowError):

@@ -14,7 +14,7 @@ MAX_TASKS = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of an evaluation's result, with its 95 % confidence interval, where one is known."""
+    """One figure of an evaluation's result, with its 95 % confidence interval, if one is known."""
 
     name: str
     """The name of the figure, as the page shows it."""
@@ -31,11 +31,11 @@ class AttemptSummary:
     """The entry of one attempt at a task on the index page: its reward or failure, and the path of its page."""
 
     reward: float | None
-    """The reward; ``None`` where the attempt failed."""
+    """The reward; ``None`` if the attempt failed."""
     cause: str
-    """The cause of the failure; empty where the attempt did not fail."""
+    """The cause of the failure; empty if the attempt did not fail."""
     page: str
-    """The path of the attempt's page; empty where it has no page."""
+    """The path of the attempt's page; empty if it has no page."""
 
 
 def index_page(
@@ -71,7 +71,7 @@ def _card(shown: Figure) -> str:
 
 
 def _attempt(attempt: AttemptSummary) -> str:
-    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page where it
+    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page if it
     has a page."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)

@@ -57,7 +57,7 @@ class WriterSection(Section):
     creates the writer."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` where the
+        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` if the
         writer cannot work, for example because its package is not installed. Each subclass implements this method."""
         raise NotImplementedError
 

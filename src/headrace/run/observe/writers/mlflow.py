@@ -25,11 +25,11 @@ class Mlflow(WriterSection):
     """The address of the server, ``http://...``, or ``sqlite:///...`` for a database; empty: a database in the run
     directory."""
     experiment: str = "headrace"
-    """The name of the experiment, which is created where there is none."""
+    """The name of the experiment, which is created if there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Create the MLflow run of ``run``, with the settings as parameters, and return the writer that logs to it. For
-        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` where
+        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` if
         the package is not installed."""
         try:
             from mlflow import MlflowClient

@@ -52,7 +52,7 @@ class Prometheus(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Start the HTTP endpoint in a thread, and return the writer of ``run``. The endpoint serves the newest step of
-        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` where the port
+        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` if the port
         cannot be bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
@@ -85,7 +85,7 @@ class Prometheus(WriterSection):
 
 
 def _read_or_create_token(file: Path) -> str:
-    """Return the token in ``file``, which a request to the endpoint must contain. Where the file is missing, create it
+    """Return the token in ``file``, which a request to the endpoint must contain. If the file is missing, create it
     with a new random token, readable for this user alone."""
     if not file.exists():
         file.touch(0o600)

@@ -48,7 +48,7 @@ class QueuedWriter:
         self._thread = threading.Thread(target=self._run, name=f"writer {kind}", daemon=True)
 
     def step(self, record: StepRecord) -> None:
-        """Queue the metrics of an optimizer step for the writer, without waiting: where the queue is full, the step is
+        """Queue the metrics of an optimizer step for the writer, without waiting: if the queue is full, the step is
         lost to the writer. Values that are not finite are left out, since these systems do not accept them."""
         values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
         self._num_steps += 1

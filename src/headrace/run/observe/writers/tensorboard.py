@@ -20,7 +20,7 @@ class TensorBoard(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Return the writer of ``run``, which writes into ``tensorboard/`` of the run directory. Raises
-        :class:`~headrace.base.errors.ConfigError` where the package ``tensorboardX`` is not installed."""
+        :class:`~headrace.base.errors.ConfigError` if the package ``tensorboardX`` is not installed."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:

@@ -17,13 +17,13 @@ class Trackio(WriterSection):
 
     kind: Literal["trackio"] = "trackio"
     project: str = "headrace"
-    """The name of the project, which is created where there is none."""
+    """The name of the project, which is created if there is none."""
     space_id: str | None = None
     """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the trackio run of ``run``, or continue it where ``run`` was resumed, and return the writer that logs
-        to it. Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
+        """Start the trackio run of ``run``, or continue it if ``run`` was resumed, and return the writer that logs
+        to it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
         try:
             import trackio
         except ImportError:
