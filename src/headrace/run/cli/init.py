@@ -93,14 +93,15 @@ def _option_or_answer(
             complain(error)
 
 
-def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
+def _choose_reward(given: str, rows: Data, answer_column: str, path: Path) -> tuple[str | RewardChoice, str]:
     """Return the reward that the user chooses, and a description of this reward. The reward is ``file.py:function``, or
     a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; if it is empty, the
-    user answers on the terminal. If the choice is ``file``, write an example to ``path``. ``answers`` names the
+    user answers on the terminal. If the choice is ``file``, write an example to ``path``. ``answer_column`` names the
     column of the expected answer; if it is empty, the column is found by its name."""
     from headrace.run.session.first_run import check_reward, list_possible_rewards, find_user_rewards, write_reward
 
-    fitting = {choice.name: choice for choice in list_possible_rewards(rows, _choose_answer_column(given, rows, answers))}
+    column = _choose_answer_column(given, rows, answer_column)
+    fitting = {choice.name: choice for choice in list_possible_rewards(rows, column)}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
         """Return the reward that the user's ``answer`` chooses, and the text that describes it. The answer is the name
@@ -167,9 +168,9 @@ def _choose_answer_column(reward: str, rows: Data, given: str) -> str:
             )
         return column
 
-    answers = given or find_answer_column(rows)
-    if answers or ":" in reward or reward == "code" or any(name in rows.columns for name in TESTS):
-        return find(answers) if given else answers
+    column = given or find_answer_column(rows)
+    if column or ":" in reward or reward == "code" or any(name in rows.columns for name in TESTS):
+        return find(column) if given else column
     if not sys.stdin.isatty():
         return find("")
     question = f"Column of the expected answer ({', '.join(rows.columns)}; Enter: none of them)"
@@ -198,9 +199,9 @@ def _choose_held_out(rows: Data) -> Path | None:
     return _option_or_answer("", "--eval", question, find, default=str(find_held_out_file(rows.path) or NONE))
 
 
-def _yes_or_no(holds: bool) -> str:
-    """Return ``yes`` if ``holds`` is true, else ``no``."""
-    return "yes" if holds else "no"
+def _yes_or_no(value: bool) -> str:
+    """Return ``yes`` if ``value`` is true, else ``no``."""
+    return "yes" if value else "no"
 
 
 VERB = Verb(run=init, group=BEGIN, place=10)

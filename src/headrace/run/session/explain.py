@@ -20,7 +20,7 @@ from headrace.models.devices import CPU
 from headrace.models.hub import pinned_path
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.run.observe.words import plural
-from headrace.run.rules.settings import idle_clip
+from headrace.run.rules.settings import find_idle_clip
 from headrace.run.session.config import RunConfig
 from headrace.run.session.engine_fit import find_slowdowns
 from headrace.run.session.prepare import Prepared
@@ -49,7 +49,7 @@ def explain(prepared: Prepared) -> str:
             if cluster is None
             else [cluster.sentence(config.launch, engines, ranks)]
         ),
-        *(f"Learns less than it could: {words}." for words in idle_clip(config)),
+        *(f"Learns less than it could: {words}." for words in find_idle_clip(config)),
         *_joining_sentences(config),
         *filter(None, [config.engine.server.sentence(config.engine.kind)]),
     ]
@@ -75,8 +75,8 @@ PREVIEWS = Registry[Callable[[Prepared], str]](
 these texts after the text of :func:`explain`."""
 
 
-def previews(prepared: Prepared) -> str:
-    """Return the texts of all registered previews (:data:`PREVIEWS`) about the run, in the order of their names, each
+def make_previews(prepared: Prepared) -> str:
+    """Return the texts of all registered make_previews (:data:`PREVIEWS`) about the run, in the order of their names, each
     one or more lines. The text of a preview that cannot be loaded is the reason."""
     texts: list[str] = []
     for name in PREVIEWS:

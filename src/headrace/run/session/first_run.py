@@ -134,26 +134,26 @@ class RewardChoice:
     """The description for the user."""
 
 
-def list_possible_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
+def list_possible_rewards(data: Data, answer_column: str = "") -> list[RewardChoice]:
     """Return the rewards that are possible with the columns of the rows ``data``, the recommended reward first; an
-    empty list if there is neither an expected answer nor tests. ``answers`` names the column of the expected answer; if it
-    is empty, :func:`find_answer_column` finds the column."""
-    answers = answers or find_answer_column(data)
+    empty list if there is neither an expected answer nor tests. ``answer_column`` names the column of the expected
+    answer; if it is empty, :func:`find_answer_column` finds the column."""
+    answer_column = answer_column or find_answer_column(data)
     choices: list[RewardChoice] = []
-    if answers:
+    if answer_column:
         choices = [
-            RewardChoice(name="file", column=answers, meaning=f"a file to change, which compares with {answers!r}"),
-            RewardChoice(name="exact", column=answers, meaning=f"1 where the whole answer is that of {answers!r}"),
+            RewardChoice(name="file", column=answer_column, meaning=f"a file to change, which compares with {answer_column!r}"),
+            RewardChoice(name="exact", column=answer_column, meaning=f"1 where the whole answer is that of {answer_column!r}"),
         ]
         extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
-        meaning = f"1 where the last formula or number is worth what {answers!r} is{extra}"
-        choices.append(RewardChoice(name="math", column=answers, meaning=meaning))
+        meaning = f"1 where the last formula or number is worth what {answer_column!r} is{extra}"
+        choices.append(RewardChoice(name="math", column=answer_column, meaning=meaning))
     tests = next((name for name in TESTS if name in data.columns), "")
     if tests:
         code = RewardChoice(
             name="code", column=tests, meaning=f"the share of {tests!r} that its code passes, sandboxed"
         )
-        choices.insert(0 if not answers else len(choices), code)
+        choices.insert(0 if not answer_column else len(choices), code)
     return choices
 
 

@@ -44,7 +44,7 @@ from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
 from headrace.run.observe import VerdictSettings, make_verdict_settings, write_report
-from headrace.run.rules.settings import idle_clip
+from headrace.run.rules.settings import find_idle_clip
 from headrace.run.session.config import RunConfig, RunFile, make_recorded_settings, load_config, with_recorded_models
 from headrace.run.session.directory import (
     CONFIG_FILE,
@@ -271,7 +271,7 @@ def _collect_startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[st
     """Return the warnings about the run ``prepared`` that are known when the parts have started: about a slower code
     path of a part, which the part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
-    return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
+    return (*fallbacks, *find_idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
 
 
 def _make_verdict_settings(prepared: Prepared) -> VerdictSettings:
