@@ -45,9 +45,9 @@ class VerdictSettings:
     processors: int | None = None
     """The number of processors that the run's processes may use."""
     on_cpu: bool = False
-    """True if an engine or the learner computes on the processors."""
+    """Whether an engine or the learner computes on the processors."""
     alternating: bool = False
-    """True for ``sync.interrupt = "sleep"``: engine and learner share a device, and only one of them computes at a
+    """Whether ``sync.interrupt`` is ``sleep``: engine and learner share a device, and only one of them computes at a
     time."""
     order: str = ""
     """``flow.order``; empty if it is not known."""
@@ -64,41 +64,41 @@ def make_verdict_settings(config: Mapping[str, Any], *, processors: int | None =
     ``processors`` is the number of processors that the run's processes may use, ``None`` if it is not known, and
     ``on_cpu`` is true if an engine or the learner computes on them.
 
-    >>> found = make_verdict_settings({"flow": {"max_age": 2, "lead": None}})
-    >>> found.max_age, found.lead, found.engine_threads
+    >>> settings = make_verdict_settings({"flow": {"max_age": 2, "lead": None}})
+    >>> settings.max_age, settings.lead, settings.engine_threads
     (2, 2, None)
     """
-    flow, launch, engine, env = (_section(config, name) for name in ("flow", "launch", "engine", "env"))
-    max_age = _integer_or_none(flow.get("max_age"))
-    lead = _integer_or_none(flow.get("lead"))
+    flow, launch, engine, env = (_get_section(config, name) for name in ("flow", "launch", "engine", "env"))
+    max_age = _get_integer(flow.get("max_age"))
+    lead = _get_integer(flow.get("lead"))
     local = launch.get("kind", "local") == "local" and processors is not None
     half = max(1, processors // 2) if processors is not None and local else None
     return VerdictSettings(
         max_age=max_age,
         lead=max_age if lead is None else lead,
-        capacity=_integer_or_none(flow.get("capacity")),
-        group_size=_integer_or_none(flow.get("group_size")),
-        groups_per_step=_integer_or_none(flow.get("groups_per_step")),
-        max_new_tokens=_integer_or_none(engine.get("max_new_tokens")),
-        reward_workers=_integer_or_none(env.get("reward_workers")) if env.get("reward") else None,
-        env_workers=_integer_or_none(env.get("workers")),
-        engines=_integer_or_none(engine.get("count")),
-        engine_threads=_integer_or_none(launch.get("engine_threads")) or half,
-        learner_threads=_integer_or_none(launch.get("learner_threads")) or half,
+        capacity=_get_integer(flow.get("capacity")),
+        group_size=_get_integer(flow.get("group_size")),
+        groups_per_step=_get_integer(flow.get("groups_per_step")),
+        max_new_tokens=_get_integer(engine.get("max_new_tokens")),
+        reward_workers=_get_integer(env.get("reward_workers")) if env.get("reward") else None,
+        env_workers=_get_integer(env.get("workers")),
+        engines=_get_integer(engine.get("count")),
+        engine_threads=_get_integer(launch.get("engine_threads")) or half,
+        learner_threads=_get_integer(launch.get("learner_threads")) or half,
         processors=processors,
         on_cpu=on_cpu,
-        alternating=_section(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
+        alternating=_get_section(config, "sync").get("interrupt") == Interrupt.SLEEP.value,
         order=str(flow.get("order") or ""),
     )
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the section ``name`` of the settings ``config``; empty if it is missing or is no section."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    section = config.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
-def _integer_or_none(value: object) -> int | None:
+def _get_integer(value: object) -> int | None:
     """Return ``value``, the value of a setting, if it is an integer; ``None`` for any other type, ``bool``
     included."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
@@ -111,12 +111,12 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
         case Bound.GENERATION:
             return _advise_engine(settings)
         case Bound.PREFILL:
-            size = f"raise flow.group_size{_present_value(settings.group_size)}, for a group's prompt is read once"
+            size = f"raise flow.group_size{_format_present_value(settings.group_size)}, for a group's prompt is read once"
             return f"Give it less to read: shorten prompts, or {size}. {_advise_engine(settings)}"
         case Bound.STRAGGLERS:
             return _advise_stragglers(settings)
         case Bound.CAPACITY:
-            raised = f"Raise flow.capacity{_present_value(settings.capacity)}, or leave it out"
+            raised = f"Raise flow.capacity{_format_present_value(settings.capacity)}, or leave it out"
             return f"{raised}; engine.max_sequences must hold as many sequences."
         case Bound.LEARNER:
             return _advise_learner(settings)
@@ -145,10 +145,10 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
             return " ".join(filter(None, [more, _advise_running_ahead_if_idle(account, settings)]))
 
 
-def _present_value(value: int | None) -> str:
+def _format_present_value(value: int | None) -> str:
     """Return the present value of a setting, to be put after its name; empty if it is not known.
 
-    >>> _present_value(2), _present_value(None)
+    >>> _format_present_value(2), _format_present_value(None)
     (' (now 2)', '')
     """
     return "" if value is None else f" (now {value})"
@@ -182,7 +182,7 @@ def _advise_scoring(account: Account, settings: VerdictSettings) -> str:
     faster rewards."""
     count = settings.reward_workers
     more = (
-        f"Raise env.reward_workers{_present_value(count)}, or make the reward faster."
+        f"Raise env.reward_workers{_format_present_value(count)}, or make the reward faster."
         if count
         else "Make the rewards faster."
     )
@@ -190,17 +190,18 @@ def _advise_scoring(account: Account, settings: VerdictSettings) -> str:
 
 
 def _advise_sync(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: if the sync
-    is nearly always busy, letting generation run further ahead does not help, so fewer steps are advised."""
+    """Return the advice for a run that waits for the weight sync. Versions are sent sequentially: if the sync is nearly
+    always busy, letting generation run further ahead does not help, so fewer steps are advised. ``account`` has the
+    time in which the sync was busy."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
         return " ".join(filter(None, [less, _advise_running_ahead_if_idle(account, settings)]))
-    size = f"flow.groups_per_step{_present_value(settings.groups_per_step)}"
+    size = f"flow.groups_per_step{_format_present_value(settings.groups_per_step)}"
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
 def _advise_environment(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run that waits for its environments.
+    """Return the advice for a run that waits for its environments, whose processor time ``account`` has.
 
     A worker runs many episodes at once. More workers help if they compute all the time; if the episodes wait for
     a web page or a timer, more episodes at once help.
@@ -210,7 +211,7 @@ def _advise_environment(account: Account, settings: VerdictSettings) -> str:
         used = account.used_s.get("environment", 0.0) / account.observed_s / count
         if used >= BUSY_SHARE:
             return (
-                f"Raise env.workers{_present_value(count)}, which compute all the time, or make the environment faster."
+                f"Raise env.workers{_format_present_value(count)}, which compute all the time, or make the environment faster."
             )
     return " ".join(filter(None, ["Make the environment faster.", _advise_running_ahead_if_idle(account, settings)]))
 
@@ -226,13 +227,13 @@ def _advise_stragglers(settings: VerdictSettings) -> str:
     groups in the order in which they are ready, or shorten the tail."""
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
-        f"Cut the tail: lower engine.max_new_tokens{_present_value(settings.max_new_tokens)}, or start more episodes "
+        f"Cut the tail: lower engine.max_new_tokens{_format_present_value(settings.max_new_tokens)}, or start more episodes "
         "than a group needs (flow.filters, kind = 'redundancy')."
     )
     return " ".join(filter(None, [_advise_running_ahead(settings) + ready, tail]))
 
 
-def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
+def _get_threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
     """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` if
     no part computes on processors, or if a number is not known. Advice then names devices instead."""
     engine, learner, total = settings.engine_threads, settings.learner_threads, settings.processors
@@ -242,10 +243,10 @@ def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
 def _advise_engine(settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for tokens of the engine: more processors or engines, or shorter
     answers."""
-    less = f"sample shorter answers (engine.max_new_tokens{_present_value(settings.max_new_tokens)})"
-    threads = _threads(settings)
+    less = f"sample shorter answers (engine.max_new_tokens{_format_present_value(settings.max_new_tokens)})"
+    threads = _get_threads(settings)
     if threads is None:
-        return f"Add an engine: headrace engines RUN add, or engine.count{_present_value(settings.engines)}. Or {less}."
+        return f"Add an engine: headrace engines RUN add, or engine.count{_format_present_value(settings.engines)}. Or {less}."
     engine, learner, total = threads
     if total > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."
@@ -258,7 +259,7 @@ def _advise_engine(settings: VerdictSettings) -> str:
 
 def _advise_learner(settings: VerdictSettings) -> str:
     """Return the advice for a run whose learner works nearly all the time: more devices or processors for it."""
-    threads = _threads(settings)
+    threads = _get_threads(settings)
     if threads is None:
         return "Spread the learner over more devices (learner.parallel)."
     engine, learner, total = threads
@@ -274,8 +275,8 @@ def _advise_learner(settings: VerdictSettings) -> str:
 def _advise_controller(settings: VerdictSettings) -> str:
     """Return the advice for a run whose controller, which starts episodes and assembles batches, is the bottleneck."""
     sizes = (
-        f"flow.groups_per_step{_present_value(settings.groups_per_step)}, "
-        f"flow.group_size{_present_value(settings.group_size)}"
+        f"flow.groups_per_step{_format_present_value(settings.groups_per_step)}, "
+        f"flow.group_size{_format_present_value(settings.group_size)}"
     )
     return (
         "The controller is one thread, with work for every episode and turn, however short. A faster processor helps, "
@@ -297,7 +298,7 @@ def _advise_processors(account: Account, settings: VerdictSettings) -> str:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     if account.processors_s < WHOLE_SHARE * account.observed_s:
         return "Its own processes and other programs share them: end those, or take a machine of the run's own."
-    threads = _threads(settings)
+    threads = _get_threads(settings)
     if threads is not None and max(threads[:2]) > 1 and sum(threads[:2]) >= threads[2]:
         engine, learner, total = threads
         return (
@@ -310,7 +311,7 @@ def _advise_processors(account: Account, settings: VerdictSettings) -> str:
 
 def _advise_alternating(settings: VerdictSettings) -> str:
     """Return the advice for a run whose engine and learner work in turn, each waiting for the other: separate devices
-    if they share one, else letting generation run ahead."""
+    if they share one, else letting generation run further ahead."""
     if settings.alternating:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "

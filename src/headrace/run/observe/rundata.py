@@ -37,43 +37,43 @@ CONFIG_FILE = "config.json"
 R = TypeVar("R")
 
 
-def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+def split_into_lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
     """Return the records of the steps of a run, divided into its lives, in order. A new life begins where one of the
     two clocks of a record is lower than in the record before, since a resumption resets them.
 
     A life without a step leaves no record, so the result is empty for a run without a step.
     """
-    lives_so_far: list[list[StepRecord]] = []
+    lives: list[list[StepRecord]] = []
     for step in steps:
-        before = lives_so_far[-1][-1] if lives_so_far else None
-        if before is None or step.clock_s < before.clock_s or step.wall_s < before.wall_s:
-            lives_so_far.append([])
-        lives_so_far[-1].append(step)
-    return lives_so_far
+        preceding = lives[-1][-1] if lives else None
+        if preceding is None or step.clock_s < preceding.clock_s or step.wall_s < preceding.wall_s:
+            lives.append([])
+        lives[-1].append(step)
+    return lives
 
 
-def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
+def find_last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the records of the steps since the run was last started or resumed; an empty list if the run has no
     step."""
-    return lives(steps)[-1] if steps else []
+    return split_into_lives(steps)[-1] if steps else []
 
 
-def clock_resets(steps: Sequence[StepRecord]) -> int:
+def count_clock_resets(steps: Sequence[StepRecord]) -> int:
     """Return the number of resumptions after which the spans' clock was lower than before: on another machine, or after
     a restart of the machine. Spans before and after such a resumption have no common time axis."""
-    sessions = lives(steps)
-    return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(sessions))
+    lives = split_into_lives(steps)
+    return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(lives))
 
 
-def note_on_resumption(steps: list[StepRecord]) -> str:
+def describe_resumption(steps: list[StepRecord]) -> str:
     """Return a note for readers of a report that says which of ``steps`` the figures of a resumed run cover; an empty
     string if all steps belong to one life."""
-    last = len(last_life(steps))
-    if last == len(steps):
+    num_covered = len(find_last_life(steps))
+    if num_covered == len(steps):
         return ""
     return (
         f"The run was resumed: its figures of time, rates, shares and the verdict are of the "
-        f"{plural(last, 'step')} since "
+        f"{plural(num_covered, 'step')} since "
         "then, rewards and the books of the whole run. Charts and timeline show all of it, with a mark at every start."
     )
 
@@ -106,7 +106,7 @@ class RunData:
     def session(self) -> list[StepRecord]:
         """Return the records of the steps since the run was last started or resumed, in order; an empty list if no step
         has ended."""
-        return last_life(self.steps)
+        return find_last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:
@@ -124,7 +124,7 @@ class RunData:
     def account(self) -> Account | None:
         """Return the account of the run since it was last started: the account in its summary or live state, or else an
         account computed from the trace; ``None`` if all three are missing."""
-        recorded = recorded_account(self.summary) or recorded_account(self.live)
+        recorded = find_recorded_account(self.summary) or find_recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
         return make_account(self.spans, self.session, self.loop)
@@ -176,11 +176,11 @@ def run_name(directory: Path, config: Mapping[str, Any]) -> str:
     return visible(str(configured_name or _short_name(directory.resolve())))
 
 
-def run_about(config: Mapping[str, Any]) -> str:
+def describe_run(config: Mapping[str, Any]) -> str:
     """Return one line that describes a run by its settings ``config``: its model, its data file, and its environment or
-    reward function. A setting that is missing is left out.
+    reward function. A setting that is missing is omitted.
 
-    >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
+    >>> describe_run({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
     """
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}
@@ -192,7 +192,7 @@ def run_about(config: Mapping[str, Any]) -> str:
 
 
 def _short_name(path: Path) -> str:
-    """Return the last part of a path. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
+    """Return the last part of ``path``. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
     directory above is put before it."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
@@ -223,7 +223,7 @@ def load_run(run_dir: Path) -> RunData:
     )
 
 
-def recorded_account(tree: Mapping[str, Any]) -> Account | None:
+def find_recorded_account(tree: Mapping[str, Any]) -> Account | None:
     """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` if the account is
     missing, cannot be decoded, or covers no time."""
     try:
@@ -243,7 +243,7 @@ def _read_live(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
-    """Return the events of the run, and append a note to ``notes`` if the file is damaged. A run of an older version
+    """Return the events of the run in ``run_dir``, and append a note to ``notes`` if the file is damaged. A run of an older version
     of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
     return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
@@ -267,8 +267,8 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 
 
 def _valid_spans(spans: list[Span]) -> list[Span]:
-    """Return the spans ordered by their start. Spans that end before they start, which a damaged file may have, are
-    left out."""
+    """Return ``spans`` ordered by their start. Spans that end before they start, which a damaged file may have, are
+    skipped."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 

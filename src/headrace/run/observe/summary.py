@@ -54,19 +54,20 @@ def evaluations(
     ``steps`` are its records, ``summary`` is the content of ``summary.json``, and ``events`` are all its events.
 
     The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``, so this
-    evaluation is read from ``events``. Events of versions after the last step are left out: these versions were
+    evaluation is read from ``events``. Events of versions after the last step are skipped: these versions were
     discarded when the run was resumed from an older snapshot.
     """
     last = steps[-1].version if steps else 0
-    recorded = [found for event in events if (found := _EVALUATED.fullmatch(event.text))]
-    points = {int(found[2]): float(found[1]) for found in recorded if int(found[2]) <= last}
+    matches = [match for event in events if (match := _EVALUATED.fullmatch(event.text))]
+    points = {int(match[2]): float(match[1]) for match in matches if int(match[2]) <= last}
     points |= {
         step.version if step.eval_version is None else step.eval_version: step.eval_accuracy
         for step in steps
         if step.eval_accuracy is not None
     }
     ends = {0: summary.get("eval_before"), last: summary.get("eval_after")}
-    return sorted({**points, **{at: value for at, value in ends.items() if isinstance(value, int | float)}}.items())
+    points |= {version: value for version, value in ends.items() if isinstance(value, int | float)}
+    return sorted(points.items())
 
 
 def per_second(amount: float, seconds: float) -> float:

@@ -79,7 +79,7 @@ class RunWatchers:
         """All watchers together, to which the controller passes steps, events and spans."""
         loop = asyncio.get_running_loop()
         if isinstance(loop, WatchedLoop):
-            self.observers.add_span_source(loop.work.spans)
+            self.observers.add_span_source(loop.work.take_spans)
         stack.callback(self.observers.flush)
         stack.callback(self._warn_of_lost_output)  # the terminal may be closed during the last update, or after it
 
@@ -91,7 +91,7 @@ class RunWatchers:
             self._read_processes(controller, components)
         self._num_updates += 1
         engines = [part for part in components if is_engine(part.role)]
-        self._accountant.engines({part.role for part in engines})
+        self._accountant.set_engines({part.role for part in engines})
         controller.state.metrics.num_engines = sum(part.state == "ready" for part in engines)
         live = self._accountant.add_account(controller.live())
         self.observers.update(live)
@@ -122,16 +122,16 @@ class RunWatchers:
         )
         was_training, self._was_training = self._was_training, controller.state.phase == TRAINING
         if self._system.usage is not None and was_training and self._was_training:
-            self._accountant.usage(self._system.usage)
+            self._accountant.add_usage(self._system.usage)
 
     def add_account(self, summary: Summary) -> Summary:
         """Return a copy of the run's ``summary`` with the account of the whole life, the figures that follow from it,
         and the verdict; ``summary`` itself if no step has ended."""
-        account = self._accountant.total()
+        account = self._accountant.complete()
         if not account.seconds:
             return summary
         return msgspec.structs.replace(
-            summary, account=account, verdict=self._accountant.verdict(), **account.figures()
+            summary, account=account, verdict=self._accountant.judge_total(), **account.figures()
         )
 
     def _on_alarm(self, raised: Raised, stop: bool) -> None:

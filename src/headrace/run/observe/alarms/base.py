@@ -75,14 +75,15 @@ class Lasting:
     def __init__(self, problem_in: Callable[[Numbers], str], *, patience: int) -> None:
         """Create the alarm. ``problem_in`` returns the problem in the metrics of a step, in words; an empty string for
         a step without the problem. ``patience`` is a number of steps, at least 1."""
-        self._problem_in = problem_in
+        self._find_problem = problem_in
         self._patience = patience
         self._num_in_row = 0
+        """The number of the last steps in a row that had the problem."""
 
     def step(self, numbers: Numbers) -> str:
         """Return the problem in the metrics of this step if it is the ``patience``-th step in a row with the problem,
         else an empty string."""
-        words = self._problem_in(numbers)
+        words = self._find_problem(numbers)
         self._num_in_row = self._num_in_row + 1 if words else 0
         return words if self._num_in_row == self._patience else ""
 
@@ -98,8 +99,9 @@ class Now:
     def __init__(self, problem_in: Callable[[Moment], str]) -> None:
         """Create the alarm. ``problem_in`` returns the problem in the present state, in words; an empty string for a
         state without the problem."""
-        self._problem_in = problem_in
+        self._find_problem = problem_in
         self._had_problem = False
+        """Whether the last state had the problem."""
 
     def step(self, numbers: Numbers) -> str:
         """Return an empty string: this alarm does not read the metrics of steps."""
@@ -107,7 +109,7 @@ class Now:
 
     def moment(self, now: Moment) -> str:
         """Return the problem in the present state if the state before did not have it, else an empty string."""
-        words, had_problem = self._problem_in(now), self._had_problem
+        words, had_problem = self._find_problem(now), self._had_problem
         self._had_problem = bool(words)
         return "" if had_problem else words
 
@@ -120,7 +122,8 @@ class Baseline:
         """Start without a baseline for the metric ``name``; its first ``num`` values will make it."""
         self._name = name
         self._num = num
-        self._first: list[float] = []
+        self._first_values: list[float] = []
+        """The values of the metric in the first steps, whose median is the baseline."""
 
     def __call__(self, numbers: Numbers) -> tuple[float, float] | None:
         """Return the value of the metric in this step and the baseline, its median over the first steps; ``None`` if
@@ -128,10 +131,10 @@ class Baseline:
         value = numbers.get(self._name)
         if value is None:
             return None
-        if len(self._first) < self._num:
-            self._first.append(value)
+        if len(self._first_values) < self._num:
+            self._first_values.append(value)
             return None
-        return value, median(self._first)
+        return value, median(self._first_values)
 
 
 OWN = ("entropy", "zero_variance", "rewards", "kl", "mismatch", "length", "repetition", "stall", "disk")

@@ -62,7 +62,7 @@ class WriterSection(Section):
         raise NotImplementedError
 
 
-def missing_package(package: str, extra: str) -> ConfigError:
+def make_missing_package_error(package: str, extra: str) -> ConfigError:
     """Return the error, for the caller to raise, about a writer whose Python package ``package`` is not installed.
     ``extra`` is the extra of Headrace that installs the package, which is also the writer's kind."""
     return ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from trackio import Run
@@ -27,7 +27,7 @@ class Trackio(WriterSection):
         try:
             import trackio
         except ImportError:
-            raise missing_package("trackio", "trackio") from None
+            raise make_missing_package_error("trackio", "trackio") from None
         started = trackio.init(
             project=self.project,
             name=f"{run.name}-{run.key[:6]}",

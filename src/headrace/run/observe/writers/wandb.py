@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -29,7 +29,7 @@ class Wandb(WriterSection):
         try:
             import wandb
         except ImportError:
-            raise missing_package("wandb", "wandb") from None
+            raise make_missing_package_error("wandb", "wandb") from None
         started = wandb.init(
             project=self.project,
             entity=self.entity,
