@@ -165,8 +165,7 @@ class Controller:
 
     async def _evaluate_and_train(self, start: StartingPoint) -> str:
         """Compare engine and learner, evaluate, train from ``start`` to the last step, and evaluate again. Return the
-        reason why the
-        run ended before its last step; empty if it reached the last step or was requested to stop."""
+        reason why the run ended before its last step; empty if it reached the last step or was requested to stop."""
         state = self.state
         await self._compare_engine_and_learner(start.step)
         if start.memory.eval_before is None:

@@ -59,9 +59,9 @@ def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: fl
     Masked episodes, which are not trained, are included.
 
     ``algo`` are the settings of the algorithm, which computes the advantages. An episode's credit is one advantage, or
-    one for each of its turns if ``algo.advantage.by_turn`` is set, if agents
-    have rewards of their own, or if turns are segments or belong to branches. ``branch_weight`` is the weight of the
-    loss of branches. Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
+    one for each of its turns if ``algo.advantage.by_turn`` is set, if agents have rewards of their own, or if turns are
+    segments or belong to branches. ``branch_weight`` is the weight of the loss of branches. Raises
+    :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
     return add_branch_credits(algo, groups, _episode_credits(algo, groups), branch_weight)
 

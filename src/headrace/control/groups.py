@@ -165,7 +165,8 @@ class ZeroSignalCounter:
 
     def record_dropped(self, reason: str, dropped_by: FilterSection, rewards: Sequence[float]) -> None:
         """Count a group that the filter ``dropped_by`` dropped for ``reason``; ``rewards`` are the rewards of its
-        episodes, at least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``max_dropped`` groups in a row were dropped."""
+        episodes, at least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``max_dropped`` groups in a
+        row were dropped."""
         self.reasons[reason] += 1
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)

@@ -282,8 +282,8 @@ class PivotResampler:
         self, episode: EpisodeGraph, original: Sequence[Turn], point: _PivotPoint, attempts: Sequence[_PivotAttempt]
     ) -> None:  # fmt: skip
         """Add ``attempts``, made at the pivot ``point``, to the graph of ``episode`` as branches. The branches of all
-        later pivots must have been added before. ``original`` are the turns of the episode without branches. An attempt that does not repeat
-        the episode up to the pivot is not added."""
+        later pivots must have been added before. ``original`` are the turns of the episode without branches. An attempt
+        that does not repeat the episode up to the pivot is not added."""
         index, position = point.turn, point.pivot.at
         fitting = [pair for pair in enumerate(attempts) if repeats(original, index, position, pair[1].episode.turns)]
         if fitting:

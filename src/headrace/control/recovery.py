@@ -61,9 +61,8 @@ def find_starting_point(run_dir: Path) -> StartingPoint:
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
     """Roll ``ledger`` back to the starting point ``start``, and restore the groups of the flow in ``state`` from it.
-    Return the hashes of the
-    weights that an earlier life of the run committed, by version, from the version of the starting point on. Raises
-    :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
+    Return the hashes of the weights that an earlier life of the run committed, by version, from the version of the
+    starting point on. Raises :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
     :class:`~headrace.base.errors.ConfigError` if recorded groups would exceed the staleness bound."""
     resumed = ledger.roll_back(start.step)
     if start.step * state.flow_config.groups_per_step != resumed.num_released:

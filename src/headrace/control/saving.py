@@ -115,9 +115,8 @@ class Saver:
 
     async def complete(self, saving: Saving, memory: ControllerMemory) -> None:
         """Wait for the learner's files of ``saving``, write ``memory``, the controller's state, and give the snapshot
-        its final name. Training
-        continues meanwhile, so the ledger may also contain later steps, which are rolled back when the run resumes from
-        the snapshot.
+        its final name. Training continues meanwhile, so the ledger may also contain later steps, which are rolled back
+        when the run resumes from the snapshot.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; its files are then
         deleted.

@@ -58,9 +58,9 @@ class ProcessRewards:
         trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
         """Create the object without running scorings. ``parts`` contains the tokenizer's decoder and the cut into
-        segments. ``scorer`` scores turns in tasks of the group ``tasks``.
-        ``show_request`` returns a context manager that is entered while a score is computed, so that views can show the
-        request. ``trainer`` returns the trainer state for an episode, for reward functions that request it."""
+        segments. ``scorer`` scores turns in tasks of the group ``tasks``. ``show_request`` returns a context manager
+        that is entered while a score is computed, so that views can show the request. ``trainer`` returns the trainer
+        state for an episode, for reward functions that request it."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks

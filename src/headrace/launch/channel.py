@@ -138,8 +138,8 @@ class PartEnd(Protocol):
 
 
 class PartChannel:
-    """The part's end of its two sockets, with blocking calls. ``message_type`` is the union of the message types that the
-    part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be
+    """The part's end of its two sockets, with blocking calls. ``message_type`` is the union of the message types that
+    the part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be
     reached."""
 
     def __init__(

@@ -350,7 +350,8 @@ class ForkServer:
 @contextmanager
 def open_fork_server(launch: LaunchConfig) -> Iterator[ForkServer | None]:
     """Start a fork server if parts run on this machine (``launch``) and the system supports it (Linux 5.3 or later),
-    and yield it; otherwise yield ``None``. The server ends with this context, unless :func:`keep_fork_server` keeps it."""
+    and yield it; otherwise yield ``None``. The server ends with this context, unless :func:`keep_fork_server` keeps
+    it."""
     if launch.remote or not _can_fork():
         yield None
         return

@@ -31,8 +31,8 @@ MIN_SPEEDUP = 1.05
 
 
 def make_activity_file(path: Path, num_parts: int) -> None:
-    """Write an activity file for ``num_parts`` parts in which all parts are marked as computing, because a part that still
-    loads its model must not lend its cores."""
+    """Write an activity file for ``num_parts`` parts in which all parts are marked as computing, because a part that
+    still loads its model must not lend its cores."""
     path.write_bytes(b"\x01" * num_parts)
 
 

@@ -228,9 +228,8 @@ async def start_process(
     name: str, briefing: Briefing, resources: ProcessResources, forks: ForkServer | None = None
 ) -> LocalProcess:
     """Start the process ``name`` on this machine with the settings in ``briefing`` and with ``resources``, and return
-    it. An engine or a
-    learner is forked from the fork server ``forks``, if there is one. Raises ``OSError`` if the operating system
-    refuses to start it."""
+    it. An engine or a learner is forked from the fork server ``forks``, if there is one. Raises ``OSError`` if the
+    operating system refuses to start it."""
     start, memory = briefing.start, None
     if isinstance(start, EngineStart) and start.own_weights:
         memory = Lease.create_file(shared_memory_root())
@@ -249,7 +248,8 @@ async def _spawn(
     name: str, start: Start, resources: ProcessResources, forks: ForkServer | None
 ) -> tuple[SpawnedProcess, int]:
     """Start the process ``name`` with the settings ``start`` and with ``resources``, as a fork if ``forks`` is given
-    and the role allows it, and otherwise as a new interpreter. Return the process, and the descriptor of this process's end of its lifeline."""
+    and the role allows it, and otherwise as a new interpreter. Return the process, and the descriptor of this process's
+    end of its lifeline."""
     with resources.log.open("ab") as output:
 
         async def start_interpreter(lifeline: int) -> SpawnedProcess:

@@ -4,10 +4,10 @@
     remove    refused, or names ──▶ each engine ends its sequences, and then its process
 
 Changes choose their engines and devices sequentially, so that two changes never choose the same engine or device; the
-chosen engines are then started or removed at the same time. An added engine is treated as every other
-engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
-run began with it or it was added, as long as the run has another engine that is not being removed and has served. The
-new number is valid until the processes of the run end: a resumed run begins with ``engine.count`` engines.
+chosen engines are then started or removed at the same time. An added engine is treated as every other engine as soon as
+it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the run began with it
+or it was added, as long as the run has another engine that is not being removed and has served. The new number is valid
+until the processes of the run end: a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations

@@ -285,8 +285,7 @@ class Supervisor(ABC):
 
     async def _run_until_death(self, child: Child, outage: Outage | None) -> ComponentDied:
         """Supervise the process ``child`` until its end, and return the error that names the cause of its end.
-        ``outage`` is the
-        outage that this process will end; ``None`` at the first start."""
+        ``outage`` is the outage that this process will end; ``None`` at the first start."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
@@ -305,9 +304,9 @@ class Supervisor(ABC):
         return ComponentDied(f"{reason.problem} ({gpus})", remedy=reason.remedy) if gpus else reason
 
     async def _serve_when_ready(self, child: Child, outage: Outage | None) -> None:
-        """Use the new process ``child`` when it is ready. ``outage`` is the outage that it will end; ``None`` at the first start.
-        If the process is not ready in time, the run ends at the first start, and the process is killed at a later
-        start."""
+        """Use the new process ``child`` when it is ready. ``outage`` is the outage that it will end; ``None`` at the
+        first start. If the process is not ready in time, the run ends at the first start, and the process is killed at
+        a later start."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None and child.role not in self._additions:
@@ -345,8 +344,8 @@ class Supervisor(ABC):
 
     def _record_death(self, child: Child, death: ComponentDied, outage: Outage | None) -> Outage:
         """Count ``death``, the death of ``child``, as one of the allowed restarts, report it, and return the outage
-        that begins, or the earlier ``outage`` that continues. Raises the error that ends the run if the process must not be started
-        again."""
+        that begins, or the earlier ``outage`` that continues. Raises the error that ends the run if the process must
+        not be started again."""
         carried_over, now_s = self.stop_using(child.role), self.clock.now()
         error = child.peer.reported_error
         problem, remedy = (error or death).problem, f"{REMEDY}; {(error or death).remedy}"

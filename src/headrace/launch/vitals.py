@@ -295,9 +295,8 @@ class Vitals:
 
     def _report_stuck(self, child: Child, work: _WorkRecord, *, hangs: bool) -> None:
         """Warn, once per unit of work, if ``child``, a rank of the learner with the record ``work``, hangs or if its
-        unit takes far longer than usual.
-        ``hangs`` says that no rank has given a sign of work for a long time; the rank's standstill is then recorded
-        too."""
+        unit takes far longer than usual. ``hangs`` says that no rank has given a sign of work for a long time; the
+        rank's standstill is then recorded too."""
         assert isinstance(child.peer, RankClient)
         report, now_s = child.peer.working, self.clock.now()
         assert report is not None

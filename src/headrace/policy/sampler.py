@@ -119,9 +119,9 @@ class PolicySampler:
     def plan(
         self, prompts: Sequence[Tokens], n: int, seed: int | None, options: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
-        """Return the requests for ``n`` answers to each prompt, a list for each prompt. ``options`` override the sampling
-        parameters of the policy. With a ``seed``, calls with the same arguments use the same random numbers; with
-        ``None``, every call uses new ones."""
+        """Return the requests for ``n`` answers to each prompt, a list for each prompt. ``options`` override the
+        sampling parameters of the policy. With a ``seed``, calls with the same arguments use the same random numbers;
+        with ``None``, every call uses new ones."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)

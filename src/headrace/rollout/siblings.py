@@ -100,8 +100,8 @@ class SiblingRunner:
 
     async def run(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run the ``size`` episodes of group ``number``, attempts at ``task``, and return when all have ended.
-        ``on_ended`` is called with the episodes that end together. A request that the engine refuses fails only its own episode. When the time
-        limit expires, all episodes that still run fail. The death of a component is raised."""
+        ``on_ended`` is called with the episodes that end together. A request that the engine refuses fails only its own
+        episode. When the time limit expires, all episodes that still run fail. The death of a component is raised."""
         group = _RunningGroup(number, size, task.prompt_ids_T, self._prompt_suffix)
         requests = [self._request(answer.key, len(task.prompt_ids_T)) for answer in group.answers]
 

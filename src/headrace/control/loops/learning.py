@@ -165,8 +165,8 @@ class LearningLoop:
 
 
 class Tuning:
-    """The automatic tuning of ``flow.max_age`` and ``flow.capacity``, if these settings are ``"auto"``. It changes
-    the limits of the flow and reports each change as an event."""
+    """The automatic tuning of ``flow.max_age`` and ``flow.capacity``, if these settings are ``"auto"``. It changes the
+    limits of the flow and reports each change as an event."""
 
     def __init__(self, state: RunState) -> None:
         """Create the tuning. ``state`` contains the flow whose limits are tuned."""

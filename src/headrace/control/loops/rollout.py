@@ -151,7 +151,8 @@ class RolloutLoop:
 
     def _start(self, admission: Admission, episodes: asyncio.TaskGroup) -> None:
         """Start the episodes of the group that ``admission`` admits as tasks in ``episodes``, or drop the group if its
-        row cannot be used. Episodes that had ended before the run was resumed are put into the queue without running again."""
+        row cannot be used. Episodes that had ended before the run was resumed are put into the queue without running
+        again."""
         state = self._state
         if admission.row >= len(state.parts.tasks):
             state.warn(f"row {admission.row + 1} is not in the dataset any more: dropped")

@@ -20,8 +20,8 @@ from headrace.flow.flow import Signal
 from headrace.learner.base import Publication
 
 MAX_SENDS = 4
-"""Maximum number of times that one version is sent; after that the run ends. Engines may die or join while a version
-is sent."""
+"""Maximum number of times that one version is sent; after that the run ends. Engines may die or join while a version is
+sent."""
 RESEND_DELAY_S = 1.0
 """Seconds before a version is sent again. After that time, the death of an engine that could not be reached has been
 detected."""

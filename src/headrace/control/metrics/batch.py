@@ -197,8 +197,8 @@ def _distribution_metrics(columns: EpisodeColumns) -> dict[str, float]:
 
 def _labelled_metrics(prefix: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
     """Return metrics for each label (an environment or an agent) under names like ``env/maths/reward_mean``. ``prefix``
-    is the first part of the names, and ``columns`` are the columns of episodes by label. Only the :data:`MAX_LABELS` most
-    frequent labels have separate metrics; the others are combined as ``other``."""
+    is the first part of the names, and ``columns`` are the columns of episodes by label. Only the :data:`MAX_LABELS`
+    most frequent labels have separate metrics; the others are combined as ``other``."""
     merged: dict[str, EpisodeColumns] = {}
     for rank, (name, each) in enumerate(sorted(columns.items(), key=lambda item: -len(item[1].lengths))):
         merged.setdefault(as_label(name) if rank < MAX_LABELS else "other", EpisodeColumns()).add(each)

@@ -113,8 +113,8 @@ class Attempts:
         self._envs: dict[int, str] = {}
         """The environment of each group whose task names one, by group number."""
         self._ended: list[tuple[EpisodeKey, float, float]] = []
-        """The keys of the episodes for which :meth:`pop_spans` has not returned a span, each with the start and the end of
-        its episode in seconds on the clock."""
+        """The keys of the episodes for which :meth:`pop_spans` has not returned a span, each with the start and the end
+        of its episode in seconds on the clock."""
 
     def begin(self, number: int, row: Mapping[str, Any]) -> None:
         """Record that the group ``number`` starts. ``row`` is the dataset row of its task."""

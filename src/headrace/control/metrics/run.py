@@ -442,10 +442,10 @@ class RunMetrics:
         eval_after: float | None,
         warnings: Sequence[str],
     ) -> Summary:
-        """Return the summary of this life of the run. ``conservation`` are the ledger's counts; ``status`` is ``finished``,
-        ``stopped`` or ``failed``; ``cause`` is the reason why the run failed or finished early; ``stopped_by`` is the
-        signal that stopped it; ``eval_after`` is the held-out mean reward after training, ``None`` if it was not
-        measured."""
+        """Return the summary of this life of the run. ``conservation`` are the ledger's counts; ``status`` is
+        ``finished``, ``stopped`` or ``failed``; ``cause`` is the reason why the run failed or finished early;
+        ``stopped_by`` is the signal that stopped it; ``eval_after`` is the held-out mean reward after training,
+        ``None`` if it was not measured."""
         totals = self.totals
         gaps_ms = np.array(totals.commit_gaps_s or [0.0]) * 1e3
         return Summary(

@@ -214,8 +214,8 @@ class EngineClient(Peer):
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         """Order the engine to commit a staged version, and return the engine's report. If the engine commits the
-        version without an order, only wait for the report. ``mode`` says how running sequences continue. Raises :class:`~headrace.base.errors.WeightsError` while an
-        earlier commit of this version is running."""
+        version without an order, only wait for the report. ``mode`` says how running sequences continue. Raises
+        :class:`~headrace.base.errors.WeightsError` while an earlier commit of this version is running."""
         self._refuse_closed()
         if version in self._committing:
             raise WeightsError(

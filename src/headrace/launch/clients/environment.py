@@ -272,9 +272,9 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
         """Run the episode of ``call`` in ``worker`` as call ``number``. If an earlier worker has started it, it starts
-        from the beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an endpoint,
-        the episode has its own session there, and the report of a failure contains the last request that the endpoint
-        refused."""
+        from the beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an
+        endpoint, the episode has its own session there, and the report of a failure contains the last request that the
+        endpoint refused."""
         if call.started:
             call.episode.restart()
         call.started = worker.served = True
@@ -296,10 +296,10 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
     ) -> EpisodeDone | CallLoss:
         """Send ``order``, which starts the episode of ``call``, to ``worker`` as call ``number``, and answer the
-        episode's queries until the episode has ended or is lost. Return
-        the report of its end, or the reason why it was lost. If this call is cancelled, the worker ends the episode in
-        the background. Raises :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event
-        loop, or if the data row of its task cannot be encoded."""
+        episode's queries until the episode has ended or is lost. Return the report of its end, or the reason why it was
+        lost. If this call is cancelled, the worker ends the episode in the background. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event loop, or if the data
+        row of its task cannot be encoded."""
         if worker.slot_freed.is_set():  # the worker was retired while the session was opened
             return CallLoss.INNOCENT
         peer = worker.process.peer

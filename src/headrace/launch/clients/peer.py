@@ -102,9 +102,9 @@ class Peer:
     async def answer(self, future: asyncio.Future[A], operation: str, deadline_s: float, *, setting: str = "") -> A:
         """Wait for the answer ``future`` (from :meth:`expect`) and return it, or raise the error that the process has
         reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds;
-        ``operation`` names the order in the error, and ``setting`` the setting that extends the deadline, if there is one. If
-        :attr:`waits_while_halted` is set, time during which the process is stopped is not counted; the stall watchdog
-        limits it."""
+        ``operation`` names the order in the error, and ``setting`` the setting that extends the deadline, if there is
+        one. If :attr:`waits_while_halted` is set, time during which the process is stopped is not counted; the stall
+        watchdog limits it."""
         try:
             async with TimeLimit(deadline_s, is_paused=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future

@@ -363,8 +363,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return bool(own) and all(slot.up for slot in own)
 
     async def use_machine(self, group: WorkerGroup) -> None:
-        """Use the workers of ``group``, which are on another machine, until the machine leaves or is lost. Return when the last of its workers
-        has ended.
+        """Use the workers of ``group``, which are on another machine, until the machine leaves or is lost. Return when
+        the last of its workers has ended.
 
         Raises the :class:`~headrace.base.errors.HeadraceError` because of which the machine cannot be used.
         """
@@ -391,8 +391,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker.process.close()
 
     async def execute(self, call: C) -> A | CallLoss:
-        """Execute ``call`` and return its answer. The call is repeated if its worker is lost. If the call is found to end
-        its workers, return :attr:`CallLoss.CULPRIT`."""
+        """Execute ``call`` and return its answer. The call is repeated if its worker is lost. If the call is found to
+        end its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
             outcome = await self.run_in_shared(call)
             return await self._suspects.resolve(self, call, outcome) if isinstance(outcome, CallLoss) else outcome

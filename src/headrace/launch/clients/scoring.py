@@ -158,8 +158,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """The number of consecutive calls that have blocked their worker until their time limit."""
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score ``completions`` of ``task`` with the reward function in a worker, and return their rewards or the failure.
-        ``context`` contains the values of the context fields.
+        """Score ``completions`` of ``task`` with the reward function in a worker, and return their rewards or the
+        failure. ``context`` contains the values of the context fields.
 
         A reward function that scores one completion at a time is called once per completion. If its calls are shorter
         than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
@@ -247,10 +247,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
         """Score the request of ``call`` in ``worker`` as order ``number``, and return the scores or the reason why the
-        call was lost. A call that takes
-        longer than its time limit is a failure, unless the worker made no progress at all. After :data:`MAX_BLOCKED`
-        consecutive calls that blocked their worker, only one call runs at a time, and all others fail at once.
-        Otherwise they would wait for hours for a function that always blocks."""
+        call was lost. A call that takes longer than its time limit is a failure, unless the worker made no progress at
+        all. After :data:`MAX_BLOCKED` consecutive calls that blocked their worker, only one call runs at a time, and
+        all others fail at once. Otherwise they would wait for hours for a function that always blocks."""
         if self._num_blocked >= MAX_BLOCKED and self._num_running:
             problem = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
             advice = "let an async def await what it waits for, and bound what a function computes"
@@ -370,8 +369,8 @@ def _answers_all(answer: Scored, request: ScoreCompletions | ScoreTogether) -> b
 
 
 def _combine(graded: Sequence[Graded]) -> Scores:
-    """Return one record of scores for completions that were scored separately, with the results ``graded``. The record of a single completion is
-    that of its call, whose failure lets the call be repeated."""
+    """Return one record of scores for completions that were scored separately, with the results ``graded``. The record
+    of a single completion is that of its call, whose failure lets the call be repeated."""
     if len(graded) == 1:
         (single,) = graded
         rewards, extra = () if single.failure else (single.reward,), (single.extra,) if single.extra else ()

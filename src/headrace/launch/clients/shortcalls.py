@@ -45,8 +45,8 @@ class _ShortCall:
 
 class ShortCalls:
     """The short calls that wait for an order. While as many orders are running as ``max_orders`` returns, other calls
-    wait, and the next order contains all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an order
-    is the larger the busier the workers are, and a single call waits for no other."""
+    wait, and the next order contains all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an
+    order is the larger the busier the workers are, and a single call waits for no other."""
 
     def __init__(
         self, send: SendTogether, *, start: StartTask, max_orders: Callable[[], int], max_completions: Callable[[], int]

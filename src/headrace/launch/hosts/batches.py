@@ -158,10 +158,10 @@ def _read_bundles(outline: BatchOutline, directory: Path) -> tuple[dict[int, mem
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     """Return a copy of ``batch`` with all columns in memory; columns in the store that ``start`` describes are read.
-    All ranks, which ``ranks`` connects, must call this with the same batch. If rank 0 cannot read a column of a group, the tokens of the group
-    carry no loss, on every rank. If ``start`` is ``None``, no column in a store can be read: the learner of a resumed
-    run is on another machine than the store that an earlier life of the run has written. Raises
-    :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read."""
+    All ranks, which ``ranks`` connects, must call this with the same batch. If rank 0 cannot read a column of a group,
+    the tokens of the group carry no loss, on every rank. If ``start`` is ``None``, no column in a store can be read:
+    the learner of a resumed run is on another machine than the store that an earlier life of the run has written.
+    Raises :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
     loaded, lost = read_batch(batch, StoreReader(None if start is None else Path(start.directory)))

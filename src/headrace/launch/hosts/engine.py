@@ -381,8 +381,8 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
 
 
 def _make_host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
-    """Return the configuration of the host over ``channel``, with the settings ``start``. It contains a recorder if the run records its interleaving
-    and, in a replay, also a gate for the recorded interleaving."""
+    """Return the configuration of the host over ``channel``, with the settings ``start``. It contains a recorder if the
+    run records its interleaving and, in a replay, also a gate for the recorded interleaving."""
     config = EngineHostConfig(
         cores=make_cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
     )

@@ -227,8 +227,8 @@ class _LoopWatchdog:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: contextvars.Context | None = None, **options: Any
     ) -> asyncio.Task[Any]:
-        """Create a task of the coroutine ``coro`` for the event loop ``loop``, and record the call number of the episode that creates it, or −1 if no
-        episode does. This is the loop's task factory."""
+        """Create a task of the coroutine ``coro`` for the event loop ``loop``, and record the call number of the
+        episode that creates it, or −1 if no episode does. This is the loop's task factory."""
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context, **options)
         self._owners[task] = _EPISODE_CALL.get() if context is None else context.get(_EPISODE_CALL, -1)
         return task

@@ -185,8 +185,8 @@ class OrderStream:
 
     def receive(self) -> Iterator[Order]:
         """Yield the controller's orders as they arrive; an order that arrives in parts is put together first. All ranks
-        receive the same orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of an
-        order is missing."""
+        receive the same orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of an order
+        is missing."""
         parts = PartCollector(Divided)
         for message in self._receive_messages():
             order = parts.add(message) if isinstance(message, MessagePart) else message

@@ -87,8 +87,8 @@ class EpisodePolicy:
         return self._get_variable("ANTHROPIC_API_KEY")
 
     def _get_variable(self, name: str) -> str:
-        """Return the variable ``name`` of the episode's HTTP endpoint. Raises :class:`~headrace.base.errors.EpisodeError` if the
-        episode has no endpoint."""
+        """Return the variable ``name`` of the episode's HTTP endpoint. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the episode has no endpoint."""
         if name not in self.variables:
             raise EpisodeError(
                 "this episode cannot be reached over HTTP", remedy="set env.kind = 'rollout' or 'program'"

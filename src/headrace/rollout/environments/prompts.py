@@ -40,8 +40,8 @@ def make_tasks(
     rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
     """Return one task for each of ``rows``, with the prompt from ``column``. Raises :class:`DataError` with the problem
-    and the row: ``source``, such as the name of the file, and the number of the row, counted from 1. If prompts are ``optional``, a
-    row without a prompt becomes a task without a prompt, and the environment creates the prompt."""
+    and the row: ``source``, such as the name of the file, and the number of the row, counted from 1. If prompts are
+    ``optional``, a row without a prompt becomes a task without a prompt, and the environment creates the prompt."""
     return [
         Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
         if optional and column not in row

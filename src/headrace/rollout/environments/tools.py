@@ -91,8 +91,8 @@ class DescribedTool:
 async def call_tools(
     message: Message, tools: Mapping[str, ToolFunction | DescribedTool], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
-    """Execute the tool calls in ``message`` sequentially, and return their answers. ``tools`` are the tools by
-    name; plain functions run in ``executor``. The answer to a call of an unknown tool is an error text."""
+    """Execute the tool calls in ``message`` sequentially, and return their answers. ``tools`` are the tools by name;
+    plain functions run in ``executor``. The answer to a call of an unknown tool is an error text."""
     answers: list[Message] = []
     for call in message.tool_calls:
         tool = tools.get(call.name)
@@ -122,8 +122,8 @@ def _make_arguments_model(
     name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
 ) -> type[pydantic.BaseModel]:
     """Return a pydantic model of the arguments of the tool ``name``, built from the signature of ``function``.
-    ``descriptions`` are the descriptions of the arguments in the docstring. Raises :class:`~headrace.base.errors.EnvError` for parameters that a
-    call cannot name."""
+    ``descriptions`` are the descriptions of the arguments in the docstring. Raises
+    :class:`~headrace.base.errors.EnvError` for parameters that a call cannot name."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}

@@ -198,9 +198,8 @@ class TimedGrader(Protocol):
     """The durations of its calls, without the time in the queue."""
 
     async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
-        """Score ``requests`` of one completion each sequentially, and return the scores of each. A grader that
-        calls functions in threads uses one thread for all of them, because changing threads takes longer than a short
-        call.
+        """Score ``requests`` of one completion each sequentially, and return the scores of each. A grader that calls
+        functions in threads uses one thread for all of them, because changing threads takes longer than a short call.
         ``on_start`` is called, from any thread, when the first call begins."""
         ...
 

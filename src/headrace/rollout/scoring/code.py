@@ -176,8 +176,8 @@ def _refuse_not_started(finished: Finished) -> Finished:
 
 
 def extract_code(completion: str) -> str:
-    """Return the program in the answer ``completion``: the last Python block in triple backquotes, or the last block of another
-    language, or the whole answer if there is no block.
+    """Return the program in the answer ``completion``: the last Python block in triple backquotes, or the last block of
+    another language, or the whole answer if there is no block.
 
     >>> extract_code("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'

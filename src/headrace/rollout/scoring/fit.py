@@ -30,8 +30,8 @@ def find_reliable_columns(reward: RewardSection, tasks: Sequence[Task]) -> froze
 
 def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, thorough: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` if one of ``rewards``
-    reads a column that is missing in the rows of ``tasks``. With ``thorough``, a file is imported, in a separate process, if its
-    text does not show the parameters of the reward function."""
+    reads a column that is missing in the rows of ``tasks``. With ``thorough``, a file is imported, in a separate
+    process, if its text does not show the parameters of the reward function."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
     signatures = {reward.ref: read_signature(*split_reference(reward.ref)) for reward in functions}
     if thorough and (unknown := [ref for ref, signature in signatures.items() if signature is None]):

@@ -125,8 +125,9 @@ class RewardFunction:
             return await self._function(**arguments)
 
     async def _await_result(self, returned: Awaitable[Any]) -> Any:
-        """Wait for the result of a call, which has returned ``returned``. If the function is not async, but returns an awaitable, such as a lambda that
-        calls an async function, the wait is what takes the time of its calls, so it is measured too."""
+        """Wait for the result of a call, which has returned ``returned``. If the function is not async, but returns an
+        awaitable, such as a lambda that calls an async function, the wait is what takes the time of its calls, so it is
+        measured too."""
         with nullcontext() if self._is_async else self.times.measure():
             return await returned
 

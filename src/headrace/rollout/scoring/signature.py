@@ -135,9 +135,9 @@ def inspect_signature(function: Callable[..., Any]) -> RewardSignature:
 
 
 def read_signature(path: Path, name: str) -> RewardSignature | None:
-    """Return the signature of the function ``name`` from the text of its file ``path``. Return ``None`` if the signature can be
-    determined only by running the file, because the name is imported, assigned, decorated, or defined more than
-    once."""
+    """Return the signature of the function ``name`` from the text of its file ``path``. Return ``None`` if the
+    signature can be determined only by running the file, because the name is imported, assigned, decorated, or defined
+    more than once."""
     tree = ast.parse(path.read_bytes())
     definitions = [node for node in ast.walk(tree) if name in _bound_names(node)]
     if len(definitions) != 1 or definitions[0] not in tree.body:

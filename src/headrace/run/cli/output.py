@@ -33,8 +33,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def starting(activity: str) -> None:
-    """Print ``activity``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now: before
-    imports that take seconds, and at each stage. The verb continues if this cannot be printed."""
+    """Print ``activity``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now:
+    before imports that take seconds, and at each stage. The verb continues if this cannot be printed."""
     try:
         console(stderr=True).print(f"{readable(activity)} ...", style="dim")
     except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
@@ -59,8 +59,8 @@ def readable(text: str) -> str:
 
 
 def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
-    """Print ``report``, the result of a check, as text or with ``as_json`` as JSON. Exit with code 1 if ``ok`` is false, which
-    means that the check has failed."""
+    """Print ``report``, the result of a check, as text or with ``as_json`` as JSON. Exit with code 1 if ``ok`` is
+    false, which means that the check has failed."""
     if as_json:
         print_json({"ok": ok, **msgspec.to_builtins(report)})
     else:
@@ -137,8 +137,7 @@ def exit_if_output_fails() -> Iterator[None]:
     """Run the body of the context, the whole program. Exit with code 1 and one line on standard error if standard
     output cannot be written.
 
-    The line is omitted, as in other programs, if standard output is a pipe that its reader has closed
-    (``| head -1``).
+    The line is omitted, as in other programs, if standard output is a pipe that its reader has closed (``| head -1``).
     """
     try:
         try:
@@ -170,8 +169,8 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Return an empty table without borders, with ``title`` above it, to which the caller adds rows. ``columns`` are the headings; the first
-    column is aligned to the left, for text, and the others to the right, for numbers."""
+    """Return an empty table without borders, with ``title`` above it, to which the caller adds rows. ``columns`` are
+    the headings; the first column is aligned to the left, for text, and the others to the right, for numbers."""
     new_table = Table(
         title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )

@@ -129,8 +129,8 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
 
 
 def _describe_start(run_dir: Path) -> str:
-    """Return in words why the run in ``run_dir``, which is starting, has no status yet: its controller or a child process of the controller
-    is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
+    """Return in words why the run in ``run_dir``, which is starting, has no status yet: its controller or a child
+    process of the controller is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE
     from headrace.launch.local_process import describe_halted
 
@@ -141,9 +141,9 @@ def _describe_start(run_dir: Path) -> str:
 
 
 def _read_verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """Return the newest verdict on the bottleneck of the run in ``run_dir``, in words. The verdict comes from ``summary``, the summary of a
-    run that has ended, or if that is ``None`` from the live state of the run; empty if there is no verdict
-    yet."""
+    """Return the newest verdict on the bottleneck of the run in ``run_dir``, in words. The verdict comes from
+    ``summary``, the summary of a run that has ended, or if that is ``None`` from the live state of the run; empty if
+    there is no verdict yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:

@@ -41,8 +41,8 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
-    """Call ``show`` with the present state of the run in ``run_dir`` every :data:`RENEWED_S` seconds until the run ends, and once more
-    with its last state."""
+    """Call ``show`` with the present state of the run in ``run_dir`` every :data:`RENEWED_S` seconds until the run
+    ends, and once more with its last state."""
     import asyncio
 
     from headrace.run.cli.status import read_run_state

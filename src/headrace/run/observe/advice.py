@@ -32,8 +32,8 @@ class VerdictSettings:
     max_new_tokens: int | None = None
     """``engine.max_new_tokens``: the longest completion, in tokens."""
     reward_workers: int | None = None
-    """``env.reward_workers``, the number of processes that compute rewards; ``None`` also if no reward is a function
-    of the user."""
+    """``env.reward_workers``, the number of processes that compute rewards; ``None`` also if no reward is a function of
+    the user."""
     env_workers: int | None = None
     """``env.workers``, the number of processes that run environments."""
     engines: int | None = None
@@ -99,8 +99,7 @@ def _get_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _get_integer(value: object) -> int | None:
-    """Return ``value``, the value of a setting, if it is an integer; ``None`` for any other type, ``bool``
-    included."""
+    """Return ``value``, the value of a setting, if it is an integer; ``None`` for any other type, ``bool`` included."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -203,8 +202,8 @@ def _advise_sync(account: Account, settings: VerdictSettings) -> str:
 def _advise_environment(account: Account, settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for its environments, whose processor time ``account`` has.
 
-    A worker runs many episodes at once. More workers help if they compute all the time; if the episodes wait for
-    a web page or a timer, more episodes at once help.
+    A worker runs many episodes at once. More workers help if they compute all the time; if the episodes wait for a web
+    page or a timer, more episodes at once help.
     """
     count = settings.env_workers
     if account.observed_s > 0 and count:
@@ -217,8 +216,8 @@ def _advise_environment(account: Account, settings: VerdictSettings) -> str:
 
 
 def _advise_running_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice to let generation run further ahead if the engine is idle for more than half of the time,
-    else an empty string."""
+    """Return the advice to let generation run further ahead if the engine is idle for more than half of the time, else
+    an empty string."""
     return _advise_running_ahead(settings) if account.engine_idle > 0.5 else ""
 
 
@@ -234,8 +233,8 @@ def _advise_stragglers(settings: VerdictSettings) -> str:
 
 
 def _get_threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
-    """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` if
-    no part computes on processors, or if a number is not known. Advice then names devices instead."""
+    """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` if no
+    part computes on processors, or if a number is not known. Advice then names devices instead."""
     engine, learner, total = settings.engine_threads, settings.learner_threads, settings.processors
     return (engine, learner, total) if settings.on_cpu and engine and learner and total else None
 

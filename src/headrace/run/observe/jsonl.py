@@ -91,12 +91,12 @@ class JsonlWriter(Generic[R]):
 
 
 def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None = None) -> list[R]:
-    """Return every record of the file ``path``, in order; each line is decoded as a ``kind``, the class of the records. A torn
-    last line, as a killed or a running process leaves it, is skipped.
+    """Return every record of the file ``path``, in order; each line is decoded as a ``kind``, the class of the records.
+    A torn last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` if the file cannot be read. Raises it also, with the number of
-    the line, if a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
-    decoded are skipped instead, and ``skipped`` is called once with a message about them.
+    Raises :class:`~headrace.base.errors.DataError` if the file cannot be read. Raises it also, with the number of the
+    line, if a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be decoded
+    are skipped instead, and ``skipped`` is called once with a message about them.
     """
     try:
         data = path.read_bytes()
@@ -139,7 +139,8 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Truncate the file ``path`` after its last line break, which removes a torn last line. A missing file is not created."""
+    """Truncate the file ``path`` after its last line break, which removes a torn last line. A missing file is not
+    created."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -37,11 +37,11 @@ _FIRST_LANES = ("engine", "learner", "sync", "scoring", "rollout")
 
 
 def write_trace(run: RunData, path: Path) -> int:
-    """Write the trace of ``run`` to ``path`` as JSON for Perfetto, compressed if ``path`` ends in ``.gz``. Return
-    the number of events, which are spans, counters and names of rows.
+    """Write the trace of ``run`` to ``path`` as JSON for Perfetto, compressed if ``path`` ends in ``.gz``. Return the
+    number of events, which are spans, counters and names of rows.
 
-    Raises :class:`~headrace.base.errors.DataError` if the run has no trace, and
-    :class:`~headrace.base.errors.RunError` if ``path`` cannot be written.
+    Raises :class:`~headrace.base.errors.DataError` if the run has no trace, and :class:`~headrace.base.errors.RunError`
+    if ``path`` cannot be written.
     """
     if not run.spans:
         reason = next((note for note in run.notes if note.startswith("trace")), "it has no span yet")
@@ -83,15 +83,15 @@ def events(run: RunData) -> Iterator[Event]:
 
 
 def _rank_lane(lane: str) -> int:
-    """Return the sort key of a lane: the position in :data:`_FIRST_LANES` of its name without a number (``engine-1`` counts
-    as ``engine``). Lanes that are not in :data:`_FIRST_LANES` get the highest key."""
+    """Return the sort key of a lane: the position in :data:`_FIRST_LANES` of its name without a number (``engine-1``
+    counts as ``engine``). Lanes that are not in :data:`_FIRST_LANES` get the highest key."""
     kind = lane.partition("-")[0]
     return _FIRST_LANES.index(kind) if kind in _FIRST_LANES else len(_FIRST_LANES)
 
 
 def _make_span_event(span: Span, pid: int, tid: int, zero_s: float) -> Event:
-    """Return ``span`` as an event on the track ``tid`` of the lane ``pid``. ``zero_s`` is the start of the first span of
-    the trace, on the spans' clock; the event's times are microseconds since then."""
+    """Return ``span`` as an event on the track ``tid`` of the lane ``pid``. ``zero_s`` is the start of the first span
+    of the trace, on the spans' clock; the event's times are microseconds since then."""
     arguments: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
     return {
         "ph": "X",

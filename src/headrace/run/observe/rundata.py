@@ -192,8 +192,8 @@ def describe_run(config: Mapping[str, Any]) -> str:
 
 
 def _short_name(path: Path) -> str:
-    """Return the last part of ``path``. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
-    directory above is put before it."""
+    """Return the last part of ``path``. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the directory
+    above is put before it."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
 
@@ -243,8 +243,8 @@ def _read_live(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
-    """Return the events of the run in ``run_dir``, and append a note to ``notes`` if the file is damaged. A run of an older version
-    of Headrace has no such file, and no events."""
+    """Return the events of the run in ``run_dir``, and append a note to ``notes`` if the file is damaged. A run of an
+    older version of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
     return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
@@ -273,15 +273,15 @@ def _valid_spans(spans: list[Span]) -> list[Span]:
 
 
 def _read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the resolved settings of the run from ``config.json``. Raises
-    :class:`~headrace.base.errors.HeadraceError` if the file differs from its checksum, or cannot be read."""
+    """Return the resolved settings of the run from ``config.json``. Raises :class:`~headrace.base.errors.HeadraceError`
+    if the file differs from its checksum, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
     return _read_tree(run_dir / CONFIG_FILE)
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
-    if the file cannot be read, or contains no JSON object."""
+    """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError` if
+    the file cannot be read, or contains no JSON object."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -108,8 +108,8 @@ def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[s
     A process that is stopped does not count as working, even inside a span. A moment in which the learner is idle
     belongs to :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped; otherwise it belongs
     to the first part in :data:`LEARNER_WAITS` that works at that moment. The idle time of every engine is divided in
-    the same way, if a stop of this engine alone counts too. The shares are disjoint and cover all idle time.
-    ``known`` names lanes that exist, although they may have no span in ``within``.
+    the same way, if a stop of this engine alone counts too. The shares are disjoint and cover all idle time. ``known``
+    names lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:

@@ -1,8 +1,8 @@
 """The verdict on a run: which part is the bottleneck, what the other parts wait for, and which setting to change.
 
-:func:`judge` computes the verdict from one record, the *account*: where the time and the tokens of an interval of the run went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a
-part that another part waits for. A *share* is a fraction of the interval, from 0 to 1; in words, the percentages of one
-part add up to 100.
+:func:`judge` computes the verdict from one record, the *account*: where the time and the tokens of an interval of the
+run went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a part that another part waits
+for. A *share* is a fraction of the interval, from 0 to 1; in words, the percentages of one part add up to 100.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def _sum_waits(account: Account, cause: Cause) -> float:
 def _is_longest_wait(account: Account, cause: Cause) -> bool:
     """Return whether learner and engine together wait longer for ``cause`` than for any other part.
 
-    The result is false if ``cause`` is the learner or the engine itself, and if the learner spends more time
-    waiting while no part works than waiting for ``cause``.
+    The result is false if ``cause`` is the learner or the engine itself, and if the learner spends more time waiting
+    while no part works than waiting for ``cause``.
     """
     is_other_part = cause not in (Cause.ENGINE, Cause.LEARNER, Cause.NOBODY)
     longest = max(Cause, key=lambda each: _sum_waits(account, each))
@@ -212,8 +212,8 @@ def _is_short_of_processors(account: Account) -> bool:
 
 def _refine_bound(account: Account, bound: Bound) -> Bound:
     """Return the reason why the learner waits for episodes, if ``bound`` means such a wait: too few groups in flight
-    (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts
-    (``PREFILL``). In all other cases return ``bound`` itself."""
+    (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts (``PREFILL``).
+    In all other cases return ``bound`` itself."""
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and account.of_time(account.held_back_s) >= MAIN_SHARE:
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
@@ -256,8 +256,7 @@ _OWN_SPEED = {
 
 def _estimate_largest_rate(bound: Bound, frac: float, account: Account) -> tuple[float, NextBound]:
     """Return the largest possible rate of trained tokens without the bound, in tokens per second, and the part that
-    would be the bottleneck then. The rate is 0 if it is not known. ``frac`` is the share of time that the bound
-    costs.
+    would be the bottleneck then. The rate is 0 if it is not known. ``frac`` is the share of time that the bound costs.
 
     The rate is the present rate divided by the share of the time in which the busiest other part works. For a lack of
     processors, which slows every part down, the present rate is divided by 1 − ``frac`` instead.

@@ -46,8 +46,8 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
-    """Return ``shares``, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded so
-    that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
+    """Return ``shares``, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded
+    so that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
     share is 0, so are all percentages.) If ``total`` is ``None``, each share is rounded by itself, halves up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)

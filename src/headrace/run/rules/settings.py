@@ -187,8 +187,8 @@ _SHARDS: Rules = (
 
 
 def _describe_loss(algo: AlgoConfig) -> str:
-    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` if a bundle of
-    the same name contains the loss, or else ``algo.loss``."""
+    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` if a bundle of the
+    same name contains the loss, or else ``algo.loss``."""
     named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
     return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
 
@@ -350,8 +350,8 @@ def _compute_trial_credit(c: RunSections) -> Floats | DataError | None:
     """Return the credit that the advantage computes for two invented episodes of one token each, with rewards 0 and 1,
     in one group. The rules use it to find out what kind of advantage it is.
 
-    The result is the error if the advantage refuses these episodes, and ``None`` if it reads more than rewards,
-    groups and lengths, such as a critic's values.
+    The result is the error if the advantage refuses these episodes, and ``None`` if it reads more than rewards, groups
+    and lengths, such as a critic's values.
     """
     advantage = c.algo.advantage
     if isinstance(advantage, Prpo) or advantage.stateful or advantage.by_critic or advantage.by_teacher:
@@ -365,8 +365,8 @@ def _compute_trial_credit(c: RunSections) -> Floats | DataError | None:
 
 
 def _advantage_refuses_trial(c: RunSections) -> Broken:
-    """Return the reason why the advantage refuses two invented episodes (:func:`_compute_trial_credit`); false if it accepts
-    them. An advantage that refuses them would refuse the episodes of the run as well."""
+    """Return the reason why the advantage refuses two invented episodes (:func:`_compute_trial_credit`); false if it
+    accepts them. An advantage that refuses them would refuse the episodes of the run as well."""
     credit = _compute_trial_credit(c)
     return isinstance(credit, DataError) and {"why": credit.problem}
 

@@ -64,8 +64,7 @@ class RowFacts:
 
     @property
     def shortest_prompt(self) -> int:
-        """The length of the shortest prompt to train on (of the held-out prompts, if nothing is trained), in
-        tokens."""
+        """The length of the shortest prompt to train on (of the held-out prompts, if nothing is trained), in tokens."""
         return min(len(task.prompt_ids_T) for task in self.tasks or self.eval_tasks)
 
     @property

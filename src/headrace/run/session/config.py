@@ -265,8 +265,8 @@ def _refuse_incapable(config: RunConfig) -> None:
 
 
 def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the engine, whose capabilities are ``can``, does not
-    support ``sync.interrupt``, which selects what happens to running sequences when new weights are committed."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the engine, whose capabilities are ``can``, does not support
+    ``sync.interrupt``, which selects what happens to running sequences when new weights are committed."""
     mode = config.sync.interrupt
     if mode in can.interrupts:
         return

@@ -68,9 +68,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
-    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or if that is
-    empty a new directory under ``runs/``, whose name is ``prefix`` and the present time by ``clock``. The directory is
-    not created yet."""
+    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or if that is empty a
+    new directory under ``runs/``, whose name is ``prefix`` and the present time by ``clock``. The directory is not
+    created yet."""
     if requested:
         return Path(requested).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
@@ -133,8 +133,8 @@ class LockedDirectory:
         )
 
     def _find_present_path(self) -> Path | None:
-        """Return the present path of a directory that was moved; ``None`` if it was removed, or if the operating
-        system cannot report the path (other systems than Linux)."""
+        """Return the present path of a directory that was moved; ``None`` if it was removed, or if the operating system
+        cannot report the path (other systems than Linux)."""
         try:
             lock_stat = os.fstat(self._descriptor)
             lock_path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -148,8 +148,8 @@ _MISSING_FILE = (-1, -1)
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the file ``path``, which together identify the file; :data:`_MISSING_FILE` if
-    it does not exist, ``None`` if its state cannot be read."""
+    """Return the device and inode of the file ``path``, which together identify the file; :data:`_MISSING_FILE` if it
+    does not exist, ``None`` if its state cannot be read."""
     try:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -164,8 +164,8 @@ def lock_directory(run_dir: Path, *, resume: bool) -> Iterator[LockedDirectory]:
     """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the locked
     directory. A missing directory is created. ``resume`` is true if the run in the directory will be continued.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if another process holds the lock, if the directory has a
-    run already and ``resume`` is false, or if it has no run and ``resume`` is true. Raises
+    Raises :class:`~headrace.base.errors.ConfigError` if another process holds the lock, if the directory has a run
+    already and ``resume`` is false, or if it has no run and ``resume`` is true. Raises
     :class:`~headrace.learner.disk.Damaged` if the recorded settings of a run to resume were changed.
     """
     _refuse_lost_ledger(run_dir)
@@ -217,8 +217,8 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``run_dir`` has checkpoints of a run but no ledger: this
-    run cannot be resumed, and no other run may start in its directory."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``run_dir`` has checkpoints of a run but no ledger: this run
+    cannot be resumed, and no other run may start in its directory."""
     if has_ledger(run_dir) or (newest := find_starting_point(run_dir)).snapshot is None:
         return
     raise ConfigError(
@@ -230,9 +230,9 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
 
 
 def refuse_no_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, if ``run_dir``
-    has no ledger. The message depends on whether the directory is missing, has a run without a ledger, or has runs in
-    its subdirectories."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, if ``run_dir`` has
+    no ledger. The message depends on whether the directory is missing, has a run without a ledger, or has runs in its
+    subdirectories."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no directory {run_dir}", remedy="give the directory of a run (run.dir)")
     _refuse_lost_ledger(run_dir)
@@ -248,8 +248,8 @@ def refuse_no_ledger(run_dir: Path) -> None:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write ``tree``, nested dictionaries or a record, to the file ``path`` as JSON. The file is replaced atomically:
-    another process reads the whole old or the whole new content. Raises :class:`~headrace.base.errors.RunError` if
-    the file cannot be written."""
+    another process reads the whole old or the whole new content. Raises :class:`~headrace.base.errors.RunError` if the
+    file cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -304,8 +304,8 @@ def read_sealed(path: Path) -> dict[str, Any]:
     """Return the content of the JSON file ``path`` that :func:`write_sealed` wrote, after its checksum is verified. A
     file in a directory without checksums, from an older version of Headrace, is not verified.
 
-    Raises :class:`~headrace.base.errors.DataError` if the file was changed afterwards, and ``OSError`` if it
-    cannot be read.
+    Raises :class:`~headrace.base.errors.DataError` if the file was changed afterwards, and ``OSError`` if it cannot be
+    read.
     """
     if path.is_file():
         verify(path.parent, [path.name])
@@ -348,8 +348,8 @@ def read_status(run_dir: Path) -> Status | None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of the last life of the run in ``run_dir``; ``None`` if this life has not written its
-    summary. Raises :class:`~headrace.base.errors.DataError` if the file is damaged."""
+    """Return the summary of the last life of the run in ``run_dir``; ``None`` if this life has not written its summary.
+    Raises :class:`~headrace.base.errors.DataError` if the file is damaged."""
     try:
         tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except OSError:

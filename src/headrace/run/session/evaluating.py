@@ -151,8 +151,8 @@ async def _evaluate(
     the result. If ``measures`` names a running engine, this engine is used in place of the policy's own engines.
 
     ``directory`` is for the pages of episodes, the result and the logs; if the user chose no directory, it is a
-    temporary directory for the logs alone. ``on_progress`` is called with one line of text at a time. If several
-    errors occur together, the error that explains the others is raised.
+    temporary directory for the logs alone. ``on_progress`` is called with one line of text at a time. If several errors
+    occur together, the error that explains the others is raised.
     """
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()

@@ -76,8 +76,8 @@ these texts after the text of :func:`explain`."""
 
 
 def make_previews(prepared: Prepared) -> str:
-    """Return the texts of all registered make_previews (:data:`PREVIEWS`) about the run, in the order of their names, each
-    one or more lines. The text of a preview that cannot be loaded is the reason."""
+    """Return the texts of all registered make_previews (:data:`PREVIEWS`) about the run, in the order of their names,
+    each one or more lines. The text of a preview that cannot be loaded is the reason."""
     texts: list[str] = []
     for name in PREVIEWS:
         try:
@@ -145,8 +145,8 @@ def _find_changed(table: pydantic.BaseModel, default: pydantic.BaseModel, prefix
 
 
 def _make_printed_value(value: Any, dumped: Any) -> Any:
-    """Return a setting's value in the form to print: ``dumped``, its JSON form, or if ``value`` is a table or a list
-    of tables, only the entries of these tables that differ from their defaults."""
+    """Return a setting's value in the form to print: ``dumped``, its JSON form, or if ``value`` is a table or a list of
+    tables, only the entries of these tables that differ from their defaults."""
     if isinstance(value, pydantic.BaseModel):
         return _non_default(value)
     if isinstance(value, list | tuple) and value and all(isinstance(each, pydantic.BaseModel) for each in value):

@@ -135,8 +135,7 @@ def _export(
 def _find_adapter_directory(source: Path, agent: str) -> Path:
     """Return the directory below the checkpoint ``source`` with the adapter of ``agent``; ``source`` itself for the
     policy's adapter (``agent`` is ``policy``) and if agents have no adapters (``agent`` is empty). Raises
-    :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent if there are several
-    adapters."""
+    :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent if there are several adapters."""
     agents = sorted(path.name for path in (source / AGENTS).glob("*"))
     choices = [POLICY, *agents] if agents else []
     if choices and not agent:

@@ -79,8 +79,8 @@ class Data:
 
 def find_model(path: str) -> Model:
     """Return the facts about the model at ``path``, a directory or a name on a hub. From a hub, its configuration and
-    tokenizer are downloaded, but no weights. Raises :class:`~headrace.base.errors.ModelError` if these files cannot
-    be read."""
+    tokenizer are downloaded, but no weights. Raises :class:`~headrace.base.errors.ModelError` if these files cannot be
+    read."""
     directory = local_directory(
         str(Path(path).expanduser()) if path.startswith("~") else path, "--model", weights=False
     )
@@ -91,8 +91,8 @@ def find_model(path: str) -> Model:
 
 def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
     """Return the facts about the rows in the file ``path``; the first prompts are tokenized with the tokenizer of
-    ``model`` to find the longest prompt. ``prompt_column`` names the column of the prompts; if it is empty, this is
-    the first name in :data:`PROMPTS` that the rows have.
+    ``model`` to find the longest prompt. ``prompt_column`` names the column of the prompts; if it is empty, this is the
+    first name in :data:`PROMPTS` that the rows have.
 
     Raises :class:`~headrace.base.errors.DataError` if the rows or prompts cannot be read, and
     :class:`~headrace.base.errors.ConfigError` if no column of prompts is found.
@@ -170,8 +170,8 @@ def check_reward(reference: str, data: Data) -> None:
 
 
 def find_user_rewards(directory: Path, data: Data) -> list[str]:
-    """Return ``file.py:function`` for up to :data:`MAX_LISTED` functions in ``directory`` that could be the reward: they
-    have a parameter for completions, and their other parameters are columns of the rows ``data``. No file is
+    """Return ``file.py:function`` for up to :data:`MAX_LISTED` functions in ``directory`` that could be the reward:
+    they have a parameter for completions, and their other parameters are columns of the rows ``data``. No file is
     imported."""
     references: list[str] = []
     for path in sorted(directory.glob("*.py")):
@@ -204,8 +204,8 @@ def find_held_out_file(path: Path) -> Path | None:
 
 
 def check_held_out(path: Path, data: Data) -> None:
-    """Raise :class:`~headrace.base.errors.HeadraceError` if the held-out rows in ``path`` cannot be read, or lack
-    the column of prompts of ``data``."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` if the held-out rows in ``path`` cannot be read, or lack the
+    column of prompts of ``data``."""
     rows = load_rows(path)
     if data.prompt_column not in rows[0]:
         raise DataError(
@@ -237,8 +237,8 @@ class FirstRun:
 
     def text(self, directory: Path) -> str:
         """Return the text of the run file, in TOML. ``directory`` is the directory of the run file: paths below it are
-        written relative to it, all other paths are absolute. Raises :class:`~headrace.base.errors.ConfigError` if
-        the longest prompt leaves no room for an answer."""
+        written relative to it, all other paths are absolute. Raises :class:`~headrace.base.errors.ConfigError` if the
+        longest prompt leaves no room for an answer."""
         gpu = num_gpus() > 0
         rows = len(self.data.rows)
         room = self.model.context - self.data.longest
@@ -281,8 +281,8 @@ class FirstRun:
 
     def write(self, out: Path, *, force: bool = False) -> None:
         """Write the run file to ``out`` after a dry run of its text has succeeded. Raises
-        :class:`~headrace.base.errors.HeadraceError`, without a change to ``out``, if the dry run fails, if the
-        file cannot be written, and if ``out`` exists and ``force`` is false."""
+        :class:`~headrace.base.errors.HeadraceError`, without a change to ``out``, if the dry run fails, if the file
+        cannot be written, and if ``out`` exists and ``force`` is false."""
         refuse_existing(out, force=force)
         trial = out.with_name(f".{out.name}.tmp")
         try:
@@ -296,8 +296,8 @@ class FirstRun:
 
 
 def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the file ``out`` exists and ``force``, the user's
-    permission to overwrite it, is false."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the file ``out`` exists and ``force``, the user's permission
+    to overwrite it, is false."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already", remedy="name another file (--out), or write over it (--force)")
 

@@ -38,8 +38,8 @@ def make_teacher_orders(
     able to read.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
-    :class:`~headrace.base.errors.ModelError` if a teacher has another vocabulary or too short a context, if a row
-    names no teacher, and if a teacher's prompt cannot be made.
+    :class:`~headrace.base.errors.ModelError` if a teacher has another vocabulary or too short a context, if a row names
+    no teacher, and if a teacher's prompt cannot be made.
     """
     served = config.learner.served_teachers
     if len(served) > 1:
@@ -141,9 +141,9 @@ def _make_teacher_prompts(
 
 
 def _fill_prompt(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
-    """Return the teacher's prompt for the row of ``task``: ``template`` with its placeholders replaced. If the row's prompt is a
-    list of messages, the result is a copy of this list in which the text of the last message is replaced by the filled
-    template. ``setting`` names the teacher in errors."""
+    """Return the teacher's prompt for the row of ``task``: ``template`` with its placeholders replaced. If the row's
+    prompt is a list of messages, the result is a copy of this list in which the text of the last message is replaced by
+    the filled template. ``setting`` names the teacher in errors."""
     if isinstance(task.prompt, str):
         return _fill_template(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
@@ -180,8 +180,8 @@ def resolve_frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
 
 def refuse_misfits(config: RunConfig, max_context: int) -> None:
     """Raise an error if the model of a frozen agent has another vocabulary than the policy's model, or cannot read
-    ``max_context`` tokens; or if engines draft from prediction heads, and the model of the policy or of such an
-    agent has none that can be used.
+    ``max_context`` tokens; or if engines draft from prediction heads, and the model of the policy or of such an agent
+    has none that can be used.
 
     The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
     """

@@ -133,8 +133,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     """Load and check everything that a run with the settings ``config`` needs, and return it. ``inputs`` are the rows
     and the reward that replace those of the settings. No process of the run is started.
 
-    If ``training`` is false, as for an evaluation, only the held-out rows are needed. If ``weights`` is false, as
-    in a dry run, the weights of hub models are not downloaded.
+    If ``training`` is false, as for an evaluation, only the held-out rows are needed. If ``weights`` is false, as in a
+    dry run, the weights of hub models are not downloaded.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
@@ -199,8 +199,7 @@ def _make_row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]
 
 
 def _find_isolation_warnings(config: RunConfig) -> list[str]:
-    """Return warnings if episodes run programs on this machine that can read each other's data; else an empty
-    list."""
+    """Return warnings if episodes run programs on this machine that can read each other's data; else an empty list."""
     env = config.env
     return find_namespace_warnings(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
@@ -271,8 +270,8 @@ def _check_own_loss(config: RunConfig) -> None:
 
 
 def _refuse_missing_models(config: RunConfig) -> None:
-    """Raise an error if the directory of another model or adapter that the learner reads (reference, teacher,
-    critic, initial adapter) does not exist, or if its files differ from their checksums."""
+    """Raise an error if the directory of another model or adapter that the learner reads (reference, teacher, critic,
+    initial adapter) does not exist, or if its files differ from their checksums."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -305,8 +304,8 @@ def _refuse_ranks(config: RunConfig) -> None:
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Return ``config`` with an absolute path in ``env.reward``, the reference ``file.py:function`` of the reward. A
-    reward in ``inputs`` replaces this setting. Raises :class:`~headrace.base.errors.ConfigError` if a needed reward
-    is missing, and if both ``env.rewards`` and ``inputs`` have a reward."""
+    reward in ``inputs`` replaces this setting. Raises :class:`~headrace.base.errors.ConfigError` if a needed reward is
+    missing, and if both ``env.rewards`` and ``inputs`` have a reward."""
     env = config.env
     if env.rewards and inputs.reward is None:
         rewards = tuple(reward.check() for reward in env.rewards)
@@ -338,9 +337,8 @@ def _with_absolute_entry(config: RunConfig) -> RunConfig:
 
 
 def _refuse_missing_modules(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.HeadraceError` if a file of the user imports a module that this Python
-    does not have, or the script of a program does not exist. Workers on other machines make these checks
-    themselves."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` if a file of the user imports a module that this Python does
+    not have, or the script of a program does not exist. Workers on other machines make these checks themselves."""
     env = config.env
     if config.launch.kind != "local":
         return
@@ -432,9 +430,9 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
 
 def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
     """Return the order for the launcher: the processes to start, with their settings and data from ``prepared``.
-    ``run_dir`` is the
-    directory of the run; ``snapshot`` is the directory of the weights and the optimizer state from which a resumed run
-    continues, ``None`` for a new run; ``observers`` receive the spans and events of the processes."""
+    ``run_dir`` is the directory of the run; ``snapshot`` is the directory of the weights and the optimizer state from
+    which a resumed run continues, ``None`` for a new run; ``observers`` receive the spans and events of the
+    processes."""
     config = prepared.config
     return LaunchOrder(
         model=config.model,
@@ -486,8 +484,8 @@ def make_row_order(config: RunConfig, num_rows: int) -> RowOrder:
 
 
 def make_curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
-    """Return the curriculum that ``data.curriculum`` configures, which chooses the row of each group; ``None`` if it
-    is not set. ``num_rows`` is the number of rows to train on."""
+    """Return the curriculum that ``data.curriculum`` configures, which chooses the row of each group; ``None`` if it is
+    not set. ``num_rows`` is the number of rows to train on."""
     data = config.data
     if data.curriculum is None:
         return None

@@ -158,8 +158,8 @@ class ReplayRecording:
         )
 
     def refuse_changed(self, prepared: Prepared) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if the settings or rows of ``prepared``, the replay,
-        differ from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings or rows of ``prepared``, the replay, differ
+        from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
         settings, recorded = _flatten(prepared.config), _flatten(self.config)
         for key in sorted(settings.keys() | recorded.keys()):
             changeable = any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
@@ -175,8 +175,8 @@ class ReplayRecording:
 
     def adapt_order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
         """Return a copy of ``order``, the launch order of the replay, with the recorded numbers of threads and cache
-        blocks, without restarts, with practically unlimited times, and with an engine that follows the recorded messages. After
-        a fraction of ``stall_timeout_s`` seconds the engine reports a message that has not arrived."""
+        blocks, without restarts, with practically unlimited times, and with an engine that follows the recorded
+        messages. After a fraction of ``stall_timeout_s`` seconds the engine reports a message that has not arrived."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
         launch = {
@@ -262,8 +262,8 @@ def open_recording(
     """Open the record of the run in the directory ``replay``, which the run ``prepared`` will repeat, for the duration
     of the context, and yield it. Yield ``None`` if ``replay`` is empty, which means that the run is not a replay.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the recorded run cannot be repeated, if ``prepared`` has
-    other settings or rows, and if ``resume`` is true, since a replay cannot be resumed.
+    Raises :class:`~headrace.base.errors.ConfigError` if the recorded run cannot be repeated, if ``prepared`` has other
+    settings or rows, and if ``resume`` is true, since a replay cannot be resumed.
     """
     if not replay:
         yield None

@@ -60,8 +60,8 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hash of its weights
     after each step with the hash of the committed version.
 
-    ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` if
-    the learner of the run in ``run_dir`` has several ranks, and the errors of :class:`RecordedBatches`.
+    ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` if the
+    learner of the run in ``run_dir`` has several ranks, and the errors of :class:`RecordedBatches`.
     """
     config = with_local_models(_load_settings(run_dir))
     batches, recorded = RecordedBatches(config, ledger, run_dir / COLUMNS), ledger.checksums()
@@ -100,8 +100,8 @@ def _make_route(config: RunConfig, scratch: Path) -> Route:
 
 
 def _load_settings(run_dir: Path) -> RunConfig:
-    """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` if its
-    learner has several ranks."""
+    """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` if its learner
+    has several ranks."""
     config = load_config(read_settings(run_dir))
     if config.learner.parallel.world > 1:
         raise ConfigError(
@@ -114,8 +114,8 @@ def _load_settings(run_dir: Path) -> RunConfig:
 class RecordedBatches:
     """The batches that a run has trained, assembled again from its ledger and from the columns in its store.
 
-    Raises :class:`~headrace.base.errors.LedgerError` if steps are missing, and if groups carried no loss because
-    their columns could not be read, but are not recorded, as by older versions of Headrace.
+    Raises :class:`~headrace.base.errors.LedgerError` if steps are missing, and if groups carried no loss because their
+    columns could not be read, but are not recorded, as by older versions of Headrace.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, directory: Path) -> None:

@@ -1,8 +1,8 @@
 """Functions that run a coroutine from a plain function, with Ctrl-C passed on to it, and that find the cause in an
 exception group.
 
-``train`` and ``evaluate`` are plain functions whose work is a coroutine. If an event loop is running already, as in
-a notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
+``train`` and ``evaluate`` are plain functions whose work is a coroutine. If an event loop is running already, as in a
+notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Interrupts:
         """The task of the coroutine; ``None`` before :meth:`run`."""
 
     async def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine ``main`` in the running event loop, and return its result. While it runs,
-        :meth:`interrupt` interrupts it."""
+        """Run the coroutine ``main`` in the running event loop, and return its result. While it runs, :meth:`interrupt`
+        interrupts it."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         return await main
 

@@ -102,15 +102,15 @@ def train(
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward``, a function that is
     defined in a file, replaces ``env.reward``; ``overrides`` are ``section.key=value`` pairs that replace settings.
-    ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP
-    (unless it is ignored, as under nohup) end the run with a checkpoint, after the steps that the learner has received;
-    a second Ctrl-C or SIGTERM ends the run at once, with ``KeyboardInterrupt``.
+    ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless it is ignored, as under nohup) end
+    the run with a checkpoint, after the steps that the learner has received; a second Ctrl-C or SIGTERM ends the run at
+    once, with ``KeyboardInterrupt``.
 
     ``replay`` is the directory of a recorded run with the same settings, which is repeated bit for bit in a new
     directory; :class:`~headrace.base.errors.ReplayDiffers` is raised at the first difference.
 
-    Raises :class:`~headrace.base.errors.HeadraceError`. After training has started, ``summary.json`` is written also
-    if an error is raised.
+    Raises :class:`~headrace.base.errors.HeadraceError`. After training has started, ``summary.json`` is written also if
+    an error is raised.
     """
     refuse_inside_a_run()
     loaded = load_config(config, overrides)
@@ -269,7 +269,8 @@ def _make_control_settings(prepared: Prepared) -> ControlSettings:
 
 def _collect_startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
     """Return the warnings about the run ``prepared`` that are known when the parts have started: about a slower code
-    path of a part, which the part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
+    path of a part, which the part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that
+    are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
     return (*fallbacks, *find_idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
 
@@ -315,9 +316,8 @@ def _has_finished(run_dir: Path) -> bool:
 
 def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
     """Open the ledger of the run in ``run_dir`` with the settings ``config``, or create it, and return it; ``stack``
-    closes it. A new run calls this function only
-    after its parts have started, so that a start that failed can be repeated. Errors name the checkpoint in ``start``,
-    from which the user may start another run."""
+    closes it. A new run calls this function only after its parts have started, so that a start that failed can be
+    repeated. Errors name the checkpoint in ``start``, from which the user may start another run."""
     try:
         ledger = make_ledger(config.flow, run_dir)
     except LedgerError as error:
@@ -420,8 +420,8 @@ def _add_loop_table(controller: Controller, cause: BaseException) -> None:
 
 
 async def _write_failed_summary(controller: Controller, cause: BaseException, context: RunContext) -> None:
-    """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` if the user ended
-    the run, else ``failed``. Errors of the ledger and of the disk are suppressed here, since they may be the cause
+    """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` if the user ended the
+    run, else ``failed``. Errors of the ledger and of the disk are suppressed here, since they may be the cause
     itself."""
     # if the ledger does not respond, its groups cannot be counted for the summary either
     with suppress(HeadraceError, TimeoutError):

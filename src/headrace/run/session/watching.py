@@ -115,8 +115,8 @@ class RunWatchers:
 
     def _read_processes(self, controller: Controller, components: list[ComponentStatus]) -> None:
         """Read how much memory and processor time those of the processes ``components`` that run on this machine use,
-        as metrics of the next step of ``controller``.
-        The account receives the processor time since the last reading, if the run was training at both readings."""
+        as metrics of the next step of ``controller``. The account receives the processor time since the last reading,
+        if the run was training at both readings."""
         controller.state.metrics.system = self._system.read(
             (part.role, part.pid) for part in components if not part.node
         )

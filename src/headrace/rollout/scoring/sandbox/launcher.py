@@ -161,9 +161,8 @@ class CommandSupervisor:
 
     def watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
         """Watch the command until the init process ``init_pid`` has ended or a limit is exceeded, then kill all
-        remaining processes.
-        ``others`` maps file descriptors to functions. A function is called when its descriptor is readable, and returns
-        whether to continue."""
+        remaining processes. ``others`` maps file descriptors to functions. A function is called when its descriptor is
+        readable, and returns whether to continue."""
         processes.raise_priority()
         try:
             self._watch(init_pid, others)

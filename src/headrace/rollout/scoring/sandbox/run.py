@@ -53,10 +53,10 @@ def run(
     """Run the command ``argv`` and wait until it and all processes that it has started have ended. The call blocks; in
     asynchronous code, use ``asyncio.to_thread``.
 
-    ``argv[0]`` is the absolute path of a program. ``stdin`` is its standard input. ``files`` maps plain names to contents; the files are written into
-    the working directory, which is the only writable directory. Only system folders, this Python and the paths in
-    ``readable`` can be read. The command inherits no environment variables of this process. ``limits`` are the limits
-    of the run; ``None`` means the defaults. Raises
+    ``argv[0]`` is the absolute path of a program. ``stdin`` is its standard input. ``files`` maps plain names to
+    contents; the files are written into the working directory, which is the only writable directory. Only system
+    folders, this Python and the paths in ``readable`` can be read. The command inherits no environment variables of
+    this process. ``limits`` are the limits of the run; ``None`` means the defaults. Raises
     :class:`~headrace.base.errors.ConfigError` for invalid arguments. Failures of the program are part of the result.
 
     >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout

@@ -169,13 +169,13 @@ class AlarmsConfig(Section):
     max_kl: float = Field(default=0.5, gt=0)
     """``kl`` goes off if KL(μ‖π) by k3 over the batch, or KL(π‖π_ref), is above this, in nats per token."""
     max_mismatch: float = Field(default=0.01, gt=0)
-    """``mismatch`` goes off if KL between engine and learner over fresh tokens is above this, in nats per token.
-    About 0.0004 is usual, 0.0015 in a mixture of experts without replay; a run with 0.013 has collapsed."""
+    """``mismatch`` goes off if KL between engine and learner over fresh tokens is above this, in nats per token. About
+    0.0004 is usual, 0.0015 in a mixture of experts without replay; a run with 0.013 has collapsed."""
     length_times: float = Field(default=3.0, gt=1)
     """``length`` goes off if episodes are this many times as long as the baseline."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
-    """``repetition`` goes off if this fraction of 4-grams occurred earlier in the same episode, and it is at
-    least twice the baseline."""
+    """``repetition`` goes off if this fraction of 4-grams occurred earlier in the same episode, and it is at least
+    twice the baseline."""
     stall_s: float = Field(default=120.0, gt=0)
     """``stall`` goes off if no step has ended for this many seconds and for five times the usual step."""
     min_free_gb: float = Field(default=1.0, ge=0)

@@ -62,8 +62,9 @@ class PageWriter:
         self._write_or_raise(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
-        """Write the line of ``episode``, which has ended, and, if the episode is among the first ``max_pages``, its page;
-        also store its reward for the index. The files are written in a thread, so that other episodes continue."""
+        """Write the line of ``episode``, which has ended, and, if the episode is among the first ``max_pages``, its
+        page; also store its reward for the index. The files are written in a thread, so that other episodes
+        continue."""
         task, attempt = episode.key
         order = attempt * len(self._inputs.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._inputs.max_pages else ""

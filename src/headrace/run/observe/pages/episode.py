@@ -143,9 +143,9 @@ def _format_turn(index: int, turn: Turn, decode: Decode, *, by_token: bool) -> s
 
 
 def _format_tokens(turn: Turn, decode: Decode) -> Iterator[str]:
-    """Yield the tokens of ``turn``, which was sampled, as HTML elements with the text by ``decode``, coloured by probability, each with its id, logprob and
-    version as a tooltip. Several tokens that encode one character together are one element, with the colour of the
-    least likely token."""
+    """Yield the tokens of ``turn``, which was sampled, as HTML elements with the text by ``decode``, coloured by
+    probability, each with its id, logprob and version as a tooltip. Several tokens that encode one character together
+    are one element, with the colour of the least likely token."""
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):

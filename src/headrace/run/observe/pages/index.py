@@ -71,8 +71,8 @@ def _format_card(shown: Figure) -> str:
 
 
 def _format_attempt(attempt: AttemptSummary) -> str:
-    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page if it
-    has a page."""
+    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page if it has
+    a page."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
     label = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"

@@ -29,8 +29,8 @@ class Mlflow(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Create the MLflow run of ``run``, with the settings as parameters, and return the writer that logs to it. For
-        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` if
-        the package is not installed."""
+        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` if the
+        package is not installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
@@ -68,8 +68,8 @@ class _MlflowWriter:
         self._run_id = run_id
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Log the metrics of an optimizer step, in calls of at most :data:`MAX_METRICS_AT_ONCE`. ``unix_s`` is when the step ended,
-        in seconds since 1970."""
+        """Log the metrics of an optimizer step, in calls of at most :data:`MAX_METRICS_AT_ONCE`. ``unix_s`` is when the
+        step ended, in seconds since 1970."""
         from mlflow.entities import Metric
 
         metrics = [Metric(_make_metric_name(name), value, int(unix_s * 1000), step) for name, value in values.items()]

@@ -52,8 +52,8 @@ class Prometheus(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Start the HTTP endpoint in a thread, and return the writer of ``run``. The endpoint serves the newest step of
-        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` if the port
-        cannot be bound."""
+        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` if the port cannot
+        be bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth

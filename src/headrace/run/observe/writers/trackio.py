@@ -22,8 +22,8 @@ class Trackio(WriterSection):
     """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the trackio run of ``run``, or continue it if ``run`` was resumed, and return the writer that logs
-        to it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
+        """Start the trackio run of ``run``, or continue it if ``run`` was resumed, and return the writer that logs to
+        it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
         try:
             import trackio
         except ImportError:

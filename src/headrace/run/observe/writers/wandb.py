@@ -24,8 +24,8 @@ class Wandb(WriterSection):
     """``offline`` writes files into the run directory, for ``wandb sync``."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the Weights & Biases run of ``run``, or continue it if ``run`` was resumed, and return the writer
-        that logs to it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
+        """Start the Weights & Biases run of ``run``, or continue it if ``run`` was resumed, and return the writer that
+        logs to it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
         try:
             import wandb
         except ImportError:
