@@ -60,7 +60,8 @@ class Sample:
         tokens becomes the answer, all tokens before it the prompt; tokens after it are dropped. ``group`` is the number
         of the prompt. Raises :class:`~headrace.base.errors.DataError` if no token was sampled.
 
-        >>> recorded = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
+        >>> sampled = Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
+        >>> recorded = Tokens.observed([5, 6]) + sampled + Tokens.observed([8])
         >>> sample = Sample.of(recorded)
         >>> sample.prompt.ids_T.tolist(), sample.tokens.ids_T.tolist()
         ([5, 6], [7])

@@ -93,7 +93,8 @@ def import_signatures(references: Sequence[str]) -> dict[str, RewardSignature | 
     except (ValueError, IndexError):
         text = completed.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise EnvError(
-            f"env.reward: the process that imports {', '.join(references)} ended with code {completed.returncode}: {text}",
+            f"env.reward: the process that imports {', '.join(references)} ended with code {completed.returncode}: "
+            f"{text}",
             remedy="fix the file",
         ) from None
     for each in answer.values():

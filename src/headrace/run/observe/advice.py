@@ -110,12 +110,12 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
         case Bound.GENERATION:
             return _advise_engine(settings)
         case Bound.PREFILL:
-            size = f"raise flow.group_size{_format_present_value(settings.group_size)}, for a group's prompt is read once"
+            size = f"raise flow.group_size{_format_now(settings.group_size)}, for a group's prompt is read once"
             return f"Give it less to read: shorten prompts, or {size}. {_advise_engine(settings)}"
         case Bound.STRAGGLERS:
             return _advise_stragglers(settings)
         case Bound.CAPACITY:
-            raised = f"Raise flow.capacity{_format_present_value(settings.capacity)}, or leave it out"
+            raised = f"Raise flow.capacity{_format_now(settings.capacity)}, or leave it out"
             return f"{raised}; engine.max_sequences must hold as many sequences."
         case Bound.LEARNER:
             return _advise_learner(settings)
@@ -144,10 +144,10 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
             return " ".join(filter(None, [more, _advise_running_ahead_if_idle(account, settings)]))
 
 
-def _format_present_value(value: int | None) -> str:
+def _format_now(value: int | None) -> str:
     """Return the present value of a setting, to be put after its name; empty if it is not known.
 
-    >>> _format_present_value(2), _format_present_value(None)
+    >>> _format_now(2), _format_now(None)
     (' (now 2)', '')
     """
     return "" if value is None else f" (now {value})"
@@ -181,7 +181,7 @@ def _advise_scoring(account: Account, settings: VerdictSettings) -> str:
     faster rewards."""
     count = settings.reward_workers
     more = (
-        f"Raise env.reward_workers{_format_present_value(count)}, or make the reward faster."
+        f"Raise env.reward_workers{_format_now(count)}, or make the reward faster."
         if count
         else "Make the rewards faster."
     )
@@ -195,7 +195,7 @@ def _advise_sync(account: Account, settings: VerdictSettings) -> str:
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
         return " ".join(filter(None, [less, _advise_running_ahead_if_idle(account, settings)]))
-    size = f"flow.groups_per_step{_format_present_value(settings.groups_per_step)}"
+    size = f"flow.groups_per_step{_format_now(settings.groups_per_step)}"
     return f"{less} Or make fewer, larger steps ({size}), which changes what is learned."
 
 
@@ -210,7 +210,7 @@ def _advise_environment(account: Account, settings: VerdictSettings) -> str:
         used = account.used_s.get("environment", 0.0) / account.observed_s / count
         if used >= BUSY_SHARE:
             return (
-                f"Raise env.workers{_format_present_value(count)}, which compute all the time, or make the environment faster."
+                f"Raise env.workers{_format_now(count)}, which compute all the time, or make the environment faster."
             )
     return " ".join(filter(None, ["Make the environment faster.", _advise_running_ahead_if_idle(account, settings)]))
 
@@ -226,7 +226,7 @@ def _advise_stragglers(settings: VerdictSettings) -> str:
     groups in the order in which they are ready, or shorten the tail."""
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
-        f"Cut the tail: lower engine.max_new_tokens{_format_present_value(settings.max_new_tokens)}, or start more episodes "
+        f"Cut the tail: lower engine.max_new_tokens{_format_now(settings.max_new_tokens)}, or start more episodes "
         "than a group needs (flow.filters, kind = 'redundancy')."
     )
     return " ".join(filter(None, [_advise_running_ahead(settings) + ready, tail]))
@@ -242,10 +242,10 @@ def _get_threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
 def _advise_engine(settings: VerdictSettings) -> str:
     """Return the advice for a run that waits for tokens of the engine: more processors or engines, or shorter
     answers."""
-    less = f"sample shorter answers (engine.max_new_tokens{_format_present_value(settings.max_new_tokens)})"
+    less = f"sample shorter answers (engine.max_new_tokens{_format_now(settings.max_new_tokens)})"
     threads = _get_threads(settings)
     if threads is None:
-        return f"Add an engine: headrace engines RUN add, or engine.count{_format_present_value(settings.engines)}. Or {less}."
+        return f"Add an engine: headrace engines RUN add, or engine.count{_format_now(settings.engines)}. Or {less}."
     engine, learner, total = threads
     if total > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."
@@ -274,8 +274,8 @@ def _advise_learner(settings: VerdictSettings) -> str:
 def _advise_controller(settings: VerdictSettings) -> str:
     """Return the advice for a run whose controller, which starts episodes and assembles batches, is the bottleneck."""
     sizes = (
-        f"flow.groups_per_step{_format_present_value(settings.groups_per_step)}, "
-        f"flow.group_size{_format_present_value(settings.group_size)}"
+        f"flow.groups_per_step{_format_now(settings.groups_per_step)}, "
+        f"flow.group_size{_format_now(settings.group_size)}"
     )
     return (
         "The controller is one thread, with work for every episode and turn, however short. A faster processor helps, "

@@ -180,7 +180,8 @@ def describe_run(config: Mapping[str, Any]) -> str:
     """Return one line that describes a run by its settings ``config``: its model, its data file, and its environment or
     reward function. A setting that is missing is omitted.
 
-    >>> describe_run({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
+    >>> data = {"path": "/d/sums.jsonl"}
+    >>> describe_run({"model": {"path": "/m/Qwen3-0.6B"}, "data": data, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
     """
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}

@@ -396,7 +396,8 @@ def _check_reward_values(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
     if not rewarded:
         return None
     num_none = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in rewarded)
-    refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")  # a reward function may return None
+    # a reward function may return None
+    refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")
     problems = [f"{a.problem} ({a.name})" for a in rewarded if a.reason in refused]
     level = Level.FAIL
     if num_none == len(attempts) and kind == "reward":

@@ -129,7 +129,8 @@ class LockedDirectory:
             )
         return RunError(
             f"run.dir={str(self.path)!r} was moved to {str(present_path)!r} while the run was writing it",
-            remedy=f"continue with --resume --set run.dir={present_path}; move the directory of a run when it has ended",
+            remedy=f"continue with --resume --set run.dir={present_path}; move the directory of a run when it has "
+            "ended",
         )
 
     def _find_present_path(self) -> Path | None:

@@ -117,7 +117,8 @@ def train(
     if resume and loaded.run.dir:
         loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
-        forks = stack.enter_context(open_fork_server(loaded.launch))  # the fork server imports torch while the run is prepared
+        # the fork server imports torch while the run is prepared
+        forks = stack.enter_context(open_fork_server(loaded.launch))
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
         recording = stack.enter_context(open_recording(replay, prepared, resume=resume))
