@@ -20,7 +20,14 @@ from headrace.base.errors import EnvError, EpisodeError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.task import Task
 from headrace.control import Components
-from headrace.control.evaluation import EvaluationListener, Evaluator, estimate_mean, pass_at_k, pass_hat_k, estimate_share
+from headrace.control.evaluation import (
+    EvaluationListener,
+    Evaluator,
+    estimate_mean,
+    estimate_share,
+    pass_at_k,
+    pass_hat_k,
+)
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts

@@ -193,7 +193,9 @@ def test_groups_that_end_together_are_scored_in_few_orders_until_an_order_is_los
         async with running_pool(tmp_path, DEEDS) as at:
             await at.pool.score(task(), ("slow 0",))  # its time is not known before
             if deed:
-                assert (await at.pool.score(task(), ("slow 0", deed))).get_graded(1).failure.startswith("reward_crashed")
+                assert (
+                    (await at.pool.score(task(), ("slow 0", deed))).get_graded(1).failure.startswith("reward_crashed")
+                )
                 await at.pool.score(task(), ("slow 0",))
             (worker,) = (slot.worker for slot in at.pool._slots)
             before = worker.num_started

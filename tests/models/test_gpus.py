@@ -16,7 +16,7 @@ from headrace.launch.hosts import main as hosts_main
 from headrace.launch.starts import EngineStart
 from headrace.models.devices import Devices, choose_devices
 from headrace.models.gpus import VARIABLE, VisibleGpus
-from headrace.run.session.config import make_recorded_settings, load_config
+from headrace.run.session.config import load_config, make_recorded_settings
 from headrace.run.session.directory import CONFIG_FILE, read_settings, write_sealed
 from headrace.run.session.engine_fit import refuse_unsupported
 from headrace.wings.cluster.ray.fit import devices_of

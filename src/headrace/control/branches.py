@@ -45,7 +45,11 @@ def add_branch_credits(
     number for each turn of an episode. ``credits`` is the credit of these episodes without branches, and is returned
     unchanged if there are no branches. ``algo`` computes the advantages, and ``weight`` is λ."""
     episodes = [episode for group in groups for episode in group.counted]
-    branches = [branch for episode_index, episode in enumerate(episodes) for branch in find_trained_branches(episode_index, episode)]
+    branches = [
+        branch
+        for episode_index, episode in enumerate(episodes)
+        for branch in find_trained_branches(episode_index, episode)
+    ]
     if not branches:
         return credits
     credit_B = algo.credit(
@@ -81,7 +85,9 @@ def find_trained_branches(episode_index: int, episode: EpisodeGraph) -> list[Tra
         prefix = episode.path(turns[0])[:-1]
         length = sum(episode.turns[turn].tokens.num_sampled for turn in (*prefix, *turns))
         branches.append(
-            TrainedBranch(episode_index=episode_index, pivot=pivot, reward=branch.reward, turns=tuple(turns), length=length)
+            TrainedBranch(
+                episode_index=episode_index, pivot=pivot, reward=branch.reward, turns=tuple(turns), length=length
+            )
         )
     return branches
 

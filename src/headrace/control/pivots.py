@@ -301,7 +301,9 @@ class PivotResampler:
             if attempt.untrained:
                 self._count(attempt.untrained, 1)
                 cause = attempt.episode.cause or attempt.untrained
-                self._state.warn(f"branches carry no loss: {cause}", kind=f"branches carry no loss: {attempt.untrained}")
+                self._state.warn(
+                    f"branches carry no loss: {cause}", kind=f"branches carry no loss: {attempt.untrained}"
+                )
 
     def _count(self, name: str, amount: int) -> None:
         """Add ``amount`` to the metric ``pivots/{name}`` of the next step."""

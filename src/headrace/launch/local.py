@@ -34,7 +34,13 @@ from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import Engines
-from headrace.launch.environments import JOINING, JoinServer, make_environment_pool, make_environment_start, make_episode_limits
+from headrace.launch.environments import (
+    JOINING,
+    JoinServer,
+    make_environment_pool,
+    make_environment_start,
+    make_episode_limits,
+)
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories, shard_workers
 from headrace.launch.resizing import FleetResizer
@@ -66,7 +72,11 @@ async def launch_run(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         processes.refuse_little_room()
         pool, envs = _make_scoring_stage(processes), make_environment_pool(processes)
         own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
-        engines, agents, teachers = processes.make_engines(), processes.make_agent_engines(), processes.make_teacher_engines()
+        engines, agents, teachers = (
+            processes.make_engines(),
+            processes.make_agent_engines(),
+            processes.make_teacher_engines(),
+        )
         rollouts = processes.make_shards(engines)
         changes = FleetResizer(processes, engines)
         serving = [engines, *agents.values(), *teachers.values()]

@@ -279,4 +279,3 @@ class FleetResizer:
         successes = f"; {', '.join(added)} {'serves' if len(added) == 1 else 'serve'}" if added else ""
         verb = "was" if len(failed) == 1 else "were"
         raise ConfigError(f"{', '.join(failed)} {verb} not added{successes}: {error.problem}", remedy=error.remedy)
-

@@ -240,7 +240,9 @@ class _Check:
         try:
             policy.save(directory / "saved")
             export(directory / "saved", directory / "exported")
-            with open_plain_model(self._config.model_copy(update={"path": str(directory / "exported")})) as exported_model:
+            with open_plain_model(
+                self._config.model_copy(update={"path": str(directory / "exported")})
+            ) as exported_model:
                 expected = [exported_model.logprobs(ids_T) for ids_T in self._sequences]
             self._compare("export", [column_T[1:] for column_T in scored], expected)
         finally:

@@ -47,7 +47,14 @@ from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
 from headrace.policy.credit import compute_advantages
-from headrace.policy.objective import Choice, Formula, ReplaceableObjective, resolve_algo, refuse_uncorrected, compute_slopes
+from headrace.policy.objective import (
+    Choice,
+    Formula,
+    ReplaceableObjective,
+    compute_slopes,
+    refuse_uncorrected,
+    resolve_algo,
+)
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
 from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, run_together
 from headrace.policy.slots import Slots

@@ -103,7 +103,9 @@ class Renderer:
         conversation offers ``tools``."""
         conversation = [_QUESTION, {"role": "assistant", "content": ANSWER}]
         before, placeholder, tail = self._render(conversation, tools, answer=False).partition(ANSWER)
-        _, second_placeholder, whole = self._render([*conversation, *new_messages], tools, answer=True).partition(ANSWER)
+        _, second_placeholder, whole = self._render([*conversation, *new_messages], tools, answer=True).partition(
+            ANSWER
+        )
         # the placeholder must appear exactly where the answer belongs, or the tail cannot be separated
         if not (placeholder and second_placeholder) or ANSWER in before:
             raise _template_error("it leaves out what an assistant says")

@@ -209,7 +209,9 @@ class EnginePolicy:
         sampling continues with the same random draws after the same tokens."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         partial, lost = self.partial_turns.get(empty.turn), ""
-        options = RequestOptions(session=make_session_name(self.run_seed, self.key), agent=self.agents.adapter(request.author))
+        options = RequestOptions(
+            session=make_session_name(self.run_seed, self.key), agent=self.agents.adapter(request.author)
+        )
         if partial is not None and partial.prompt != empty.prompt:
             partial, lost = None, self._restart_reason
         if partial is not None:

@@ -18,7 +18,7 @@ from headrace.base.types.task import Task
 from headrace.control.metrics.rewards import RewardCounts
 from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
 from headrace.rollout.scoring.fit import find_reliable_columns, refuse_missing_columns
-from headrace.rollout.scoring.signature import read_signature, inspect_signature
+from headrace.rollout.scoring.signature import inspect_signature, read_signature
 
 CHAT = [{"role": "user", "content": "1+1="}]
 NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)

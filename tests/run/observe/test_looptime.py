@@ -7,7 +7,7 @@ import pytest
 from headrace.base.clock import RealClock
 from headrace.base.types.trace import Span
 from headrace.run.observe import WatchedLoop
-from headrace.run.observe.looptime import MIN_SPAN_S, MAX_SPAN_S, LoopTime
+from headrace.run.observe.looptime import MAX_SPAN_S, MIN_SPAN_S, LoopTime
 
 
 class Hand:

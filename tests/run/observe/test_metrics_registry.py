@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.base.types.metrics import as_label, quantile
 from headrace.control.metrics.batch import repetition
-from headrace.run.observe.metrics import REGISTRY, find, flatten_metrics, combine_over_run, table
+from headrace.run.observe.metrics import REGISTRY, combine_over_run, find, flatten_metrics, table
 from tests.run.observe.staged import Stage
 from tests.run.observe.synthetic import step_record
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.trace import Span
-from headrace.run.observe import make_span_account, busy_frac, idle_frac
+from headrace.run.observe import busy_frac, idle_frac, make_span_account
 from headrace.run.observe.trace import complement, intersection, seconds, union
 
 moments = st.integers(0, 40)
@@ -122,7 +122,9 @@ def test_a_stopped_process_does_not_work_and_what_waits_meanwhile_waits_for_it()
     assert found.exposed_sync_s == pytest.approx(1)
     two = make_span_account([*spans, span("engine-1", 0, 8)], (0, 10))
     assert two.learner_waits_s["sync"] == pytest.approx(3), "with an engine that goes on, one that is stopped is not it"
-    other = make_span_account([*spans[:1], span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "fork server")], (0, 10))
+    other = make_span_account(
+        [*spans[:1], span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "fork server")], (0, 10)
+    )
     assert "stopped" not in other.learner_waits_s
     alone = make_span_account([span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "controller")], (0, 10))
     assert alone.learner_waits_s["stopped"] == pytest.approx(8)

@@ -21,13 +21,13 @@ from headrace.run.session.config import load_config
 from headrace.run.session.directory import (
     CONFIG_FILE,
     LOCK_S,
-    find_changed_settings,
     choose_directory,
+    find_changed_settings,
+    find_run_file,
     lock_directory,
     read_settings,
     read_status,
     read_summary,
-    find_run_file,
     write_json,
     write_sealed,
 )

@@ -78,7 +78,11 @@ class ScoringLoop:
                 self._teaching = Teaching(state.parts.teachers, scorings, self._show_teacher_call)
             if state.parts.turn_scorer is not None:
                 self._turns = ProcessRewards(
-                    state.parts, state.parts.turn_scorer, scorings, self._show_turn_scoring, trainer=self._make_trainer_state
+                    state.parts,
+                    state.parts.turn_scorer,
+                    scorings,
+                    self._show_turn_scoring,
+                    trainer=self._make_trainer_state,
                 )
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):

@@ -70,7 +70,11 @@ class RewardCounts:
                         f"the reward {label!r} failed and counts as its default: {failure}",
                         f"{label} fails: {reason_and_error}",
                     )
-            if graded.reward is not None and self.max_failing_calls and counts.failed == counts.calls >= self.max_failing_calls:
+            if (
+                graded.reward is not None
+                and self.max_failing_calls
+                and counts.failed == counts.calls >= self.max_failing_calls
+            ):
                 raise EnvError(
                     f"the reward {label!r} has failed for each of the first {counts.calls} answers, and counts as its "
                     f"default: the model would be trained on that alone; the first failure: {counts.first_cause}",

@@ -17,7 +17,7 @@ from headrace.base.types.chat import Message, Reply
 from headrace.rollout.environments.interface import Env, StepResult, as_messages
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.program import Program
-from headrace.rollout.environments.tools import call_tools, run_in_thread, make_tools
+from headrace.rollout.environments.tools import call_tools, make_tools, run_in_thread
 
 K = TypeVar("K")
 Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]

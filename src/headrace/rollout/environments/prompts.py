@@ -87,7 +87,9 @@ def _check_prompt(prompt: Any, row_name: str) -> Prompt:
                     remedy='write messages as {"role": "user", "content": "..."}',
                 )
         return prompt
-    raise DataError(f"{row_name}: the prompt is a {type(prompt).__name__}", remedy="give text, or a list of chat messages")
+    raise DataError(
+        f"{row_name}: the prompt is a {type(prompt).__name__}", remedy="give text, or a list of chat messages"
+    )
 
 
 def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, row_name: str) -> list[int]:

@@ -58,7 +58,9 @@ class ToolFunction:
         try:
             validated = self._arguments_model.model_validate_json(call.arguments or "{}", strict=False)
         except pydantic.ValidationError as error:
-            return _error_answer(call, "; ".join(map(_validation_text, error.errors(include_url=False, include_input=False))))
+            return _error_answer(
+                call, "; ".join(map(_validation_text, error.errors(include_url=False, include_input=False)))
+            )
         arguments = {name: validated.__dict__[name] for name in type(validated).model_fields}
         try:
             bound = functools.partial(self._function, **arguments)

@@ -57,7 +57,9 @@ def engines(
     starting(f"reading {run_dir}")
     request = _make_request(action, what, drain)
     address = _find_address(run_dir)
-    done = _send_request(run_dir, address, request, wait_s=max(wait, CONNECT_S) if action == "" else wait, quiet=as_json)
+    done = _send_request(
+        run_dir, address, request, wait_s=max(wait, CONNECT_S) if action == "" else wait, quiet=as_json
+    )
     if as_json:
         state = "done" if done is not None else "under way"
         outcome = ChangeDone(engines=()) if done is None else done
@@ -113,7 +115,9 @@ def _find_address(run_dir: Path) -> str:
     return status.requests
 
 
-def _send_request(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool) -> ChangeDone | None:
+def _send_request(
+    run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool
+) -> ChangeDone | None:
     """Send ``request`` to the run at the socket ``address``, show the messages about its progress unless ``quiet``, and
     return the last answer of the run; ``None`` if the last answer has not arrived after ``wait_s`` seconds.
 

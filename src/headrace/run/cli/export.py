@@ -13,8 +13,7 @@ from headrace.run.cli.output import console, print_json, readable, starting
 
 def export(
     source: Path = typer.Argument(
-        metavar="WHERE",
-        help="A run's directory, for its newest checkpoint; or a checkpoint; or a saved policy."
+        metavar="WHERE", help="A run's directory, for its newest checkpoint; or a checkpoint; or a saved policy."
     ),
     out: Path = typer.Argument(help="Directory to write, which must be new.", metavar="OUT_DIR"),
     adapter: Literal["merged", "separate"] | None = typer.Option(

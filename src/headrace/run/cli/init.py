@@ -98,7 +98,7 @@ def _choose_reward(given: str, rows: Data, answer_column: str, path: Path) -> tu
     a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; if it is empty, the
     user answers on the terminal. If the choice is ``file``, write an example to ``path``. ``answer_column`` names the
     column of the expected answer; if it is empty, the column is found by its name."""
-    from headrace.run.session.first_run import check_reward, list_possible_rewards, find_user_rewards, write_reward
+    from headrace.run.session.first_run import check_reward, find_user_rewards, list_possible_rewards, write_reward
 
     column = _choose_answer_column(given, rows, answer_column)
     fitting = {choice.name: choice for choice in list_possible_rewards(rows, column)}

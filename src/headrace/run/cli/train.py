@@ -10,12 +10,12 @@ import typer
 from headrace.run.cli.commands import BEGIN, Verb
 from headrace.run.cli.output import (
     console,
-    format_continuation,
     exit_if_hung_up,
+    format_continuation,
+    plan_resumption,
     print_json,
     readable,
     resumable,
-    plan_resumption,
     starting,
 )
 
@@ -97,10 +97,11 @@ def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: boo
     if as_json:
         print_json(config.model_dump(mode="json"))
         return
-    from headrace.run.session.explain import describe_non_default_settings, format_all_settings, explain, make_previews
+    from headrace.run.session.explain import describe_non_default_settings, explain, format_all_settings, make_previews
 
     out = console()
-    out.print(f"{explain(prepared)}\n{make_previews(prepared)}\n\n{describe_non_default_settings(prepared.config, out.width)}\n")
+    changed = describe_non_default_settings(prepared.config, out.width)
+    out.print(f"{explain(prepared)}\n{make_previews(prepared)}\n\n{changed}\n")
     if defaults:
         out.print(format_all_settings(prepared.config))
     else:

@@ -25,11 +25,11 @@ from headrace.run.observe.jsonl import (
 )
 from headrace.run.observe.looptime import WatchedLoop
 from headrace.run.observe.report import write_report
-from headrace.run.observe.rundata import RunData, load_run, describe_run, run_name
+from headrace.run.observe.rundata import RunData, describe_run, load_run, run_name
 from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, summarize_steps
 from headrace.run.observe.system import SystemWatch, Usage
 from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
-from headrace.run.observe.trace import make_span_account, busy_frac, idle_frac
+from headrace.run.observe.trace import busy_frac, idle_frac, make_span_account
 from headrace.run.observe.verdict import RunVerdict, judge
 from headrace.run.observe.writers import QueuedWriter, RunFacts
 
@@ -54,21 +54,21 @@ __all__ = [
     "Usage",
     "VerdictSettings",
     "WatchedLoop",
-    "make_span_account",
-    "make_account",
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
+    "describe_run",
     "evaluations",
     "idle_frac",
     "judge",
     "load_run",
+    "make_account",
+    "make_span_account",
+    "make_verdict_settings",
     "open_view",
     "read_jsonl",
     "read_steps",
-    "describe_run",
     "run_name",
-    "make_verdict_settings",
     "summarize_steps",
     "write_report",
 ]

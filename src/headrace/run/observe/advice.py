@@ -57,7 +57,9 @@ UNKNOWN = VerdictSettings()
 """The record for a run whose settings are not known."""
 
 
-def make_verdict_settings(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
+def make_verdict_settings(
+    config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False
+) -> VerdictSettings:
     """Return the settings for a verdict's advice from ``config``, the resolved settings of a run as a tree of sections.
     A setting that the tree lacks is ``None``.
 
@@ -209,9 +211,7 @@ def _advise_environment(account: Account, settings: VerdictSettings) -> str:
     if account.observed_s > 0 and count:
         used = account.used_s.get("environment", 0.0) / account.observed_s / count
         if used >= BUSY_SHARE:
-            return (
-                f"Raise env.workers{_format_now(count)}, which compute all the time, or make the environment faster."
-            )
+            return f"Raise env.workers{_format_now(count)}, which compute all the time, or make the environment faster."
     return " ".join(filter(None, ["Make the environment faster.", _advise_running_ahead_if_idle(account, settings)]))
 
 

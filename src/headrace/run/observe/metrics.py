@@ -54,4 +54,4 @@ def table() -> str:
     return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
 
 
-__all__ = ["REGISTRY", "Metric", "combine", "find", "flatten_metrics", "combine_over_run", "table"]
+__all__ = ["REGISTRY", "Metric", "combine", "combine_over_run", "find", "flatten_metrics", "table"]

@@ -45,7 +45,9 @@ def write_trace(run: RunData, path: Path) -> int:
     """
     if not run.spans:
         reason = next((note for note in run.notes if note.startswith("trace")), "it has no span yet")
-        raise DataError(f"{run.directory} holds no trace: {reason}", remedy="name the directory of a run that has begun")
+        raise DataError(
+            f"{run.directory} holds no trace: {reason}", remedy="name the directory of a run that has begun"
+        )
     try:
         with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
             return _write(file, events(run))

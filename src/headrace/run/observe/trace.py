@@ -123,7 +123,9 @@ def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[s
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     engines = [lane for lane in lanes if is_engine(lane)]
-    own_stops = {lane: find_time(Cause.STOPPED, _make_stop_test(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
+    own_stops = {
+        lane: find_time(Cause.STOPPED, _make_stop_test(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)
+    }
     works = {lane: _subtract(find_time(lane, _is_work), own_stops[lane]) for lane in lanes}
     stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
     count = max(1, len(engines))

@@ -173,7 +173,11 @@ def find_bound(account: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     waits = {cause: account.learner_waits(cause) for cause in _BOUND_BY_CAUSE}
     cause = max(waits, key=lambda each: waits[each])
     is_other_part = cause is not Cause.ENGINE
-    if is_other_part and busy[Bound.LEARNER] >= MAIN_SHARE and _sum_waits(account, Cause.LEARNER) > _sum_waits(account, cause):
+    if (
+        is_other_part
+        and busy[Bound.LEARNER] >= MAIN_SHARE
+        and _sum_waits(account, Cause.LEARNER) > _sum_waits(account, cause)
+    ):
         return Bound.NOTHING  # the engine waits for the learner for longer than both wait for that part
     explains_most = waits[cause] >= MAIN_SHARE * account.learner_idle or _is_longest_wait(account, cause)
     if waits[cause] < SMALL_SHARE or not explains_most:
@@ -206,7 +210,10 @@ def _is_short_of_processors(account: Account) -> bool:
     counted without the waiting for a processor that they contain."""
     queued = estimate_processor_waits(account)
     lost = sum(queued.values())
-    shares = {Cause.LEARNER: 1 - account.learner_idle, **{cause: account.learner_waits(cause) for cause in _BOUND_BY_CAUSE}}
+    shares = {
+        Cause.LEARNER: 1 - account.learner_idle,
+        **{cause: account.learner_waits(cause) for cause in _BOUND_BY_CAUSE},
+    }
     return lost >= 2 * SMALL_SHARE and all(lost >= share - queued.get(part, 0.0) for part, share in shares.items())
 
 
@@ -214,7 +221,10 @@ def _refine_bound(account: Account, bound: Bound) -> Bound:
     """Return the reason why the learner waits for episodes, if ``bound`` means such a wait: too few groups in flight
     (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts (``PREFILL``).
     In all other cases return ``bound`` itself."""
-    if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and account.of_time(account.held_back_s) >= MAIN_SHARE:
+    if (
+        bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING)
+        and account.of_time(account.held_back_s) >= MAIN_SHARE
+    ):
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
         waits = account.learner_waits(Cause.ENGINE) + account.learner_waits(Cause.ENVIRONMENT)
@@ -266,7 +276,10 @@ def _estimate_largest_rate(bound: Bound, frac: float, account: Account) -> tuple
         return 0.0, NextBound.REST
     if bound is Bound.PROCESSORS:
         return (rate / (1 - frac) if frac < 1 else 0.0), NextBound.REST
-    busy = {NextBound.LEARNER: 1 - account.learner_idle, NextBound.CONTROLLER: account.of_time(account.controller_busy_s)}
+    busy = {
+        NextBound.LEARNER: 1 - account.learner_idle,
+        NextBound.CONTROLLER: account.of_time(account.controller_busy_s),
+    }
     # for other bounds the engine could sample more sequences at once in the same time
     if bound in (Bound.LEARNER, Bound.CONTROLLER, Bound.TURNS):
         busy[NextBound.ENGINE] = 1 - account.engine_idle
@@ -301,7 +314,9 @@ def _describe_finding(bound: Bound, account: Account) -> str:
     engine = _describe_time(account.engine_busy_s, account.engine_waits_s, account.seconds)
     engine_briefly = f"works {percent(1 - account.engine_idle)}"
     cause = next((each for each, named in _BOUND_BY_CAUSE.items() if named is bound and each is not Cause.ENGINE), None)
-    is_shared_wait = cause is not None and SMALL_SHARE <= account.learner_waits(cause) < MAIN_SHARE * account.learner_idle
+    is_shared_wait = (
+        cause is not None and SMALL_SHARE <= account.learner_waits(cause) < MAIN_SHARE * account.learner_idle
+    )
     idle_matters = is_shared_wait or bound in (Bound.TURNS, Bound.LEARNER, Bound.NOTHING, Bound.CONTROLLER)
     sentences.append(f"The engine {engine if idle_matters else engine_briefly}.")
     if account.controller_busy_s:
@@ -315,7 +330,9 @@ def _describe_finding(bound: Bound, account: Account) -> str:
         )
     match bound:
         case Bound.PREFILL:
-            sentences.append(f"{percent(account.prefill_s / account.engine_busy_s)} of the engine's work is reading prompts.")
+            sentences.append(
+                f"{percent(account.prefill_s / account.engine_busy_s)} of the engine's work is reading prompts."
+            )
         case Bound.STRAGGLERS:
             tail = percent(account.of_time(account.straggler_s))
             sentences.append(f"{tail} of the time the learner waits for the last tenth of a batch's episodes.")
@@ -417,4 +434,7 @@ def _is_crowded(account: Account) -> bool:
     >>> [_is_crowded(Account(seconds=10.0, controller_busy_s=busy_s)) for busy_s in (2.0, 6.0)]
     [False, True]
     """
-    return sum(estimate_processor_waits(account).values()) >= CROWDED_SHARE or account.of_time(account.controller_busy_s) >= MAX_CONTROLLER_SHARE
+    return (
+        sum(estimate_processor_waits(account).values()) >= CROWDED_SHARE
+        or account.of_time(account.controller_busy_s) >= MAX_CONTROLLER_SHARE
+    )

@@ -113,7 +113,9 @@ _EPISODES: Rules = (
     ),
     SettingsRule(
         keys=("model.lora.agents", "env.agents"),
-        broken=_check_adapter_agents(lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)),
+        broken=_check_adapter_agents(
+            lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)
+        ),
         reason="model.lora.agents: {name!r} is not among env.agents",
         remedy="{nearest}; or add a table",
     ),
@@ -251,7 +253,9 @@ _LEARNING: Rules = (
     SettingsRule(
         keys=("algo.loss", "learner.reference"),
         broken=lambda c: (
-            isinstance(c.algo.loss, RefKl) and not _has_foreign_reference(c.learner) and {"loss": _describe_loss(c.algo)}
+            isinstance(c.algo.loss, RefKl)
+            and not _has_foreign_reference(c.learner)
+            and {"loss": _describe_loss(c.algo)}
         ),
         reason="{loss} is nothing but the distance from the reference, which is this model's own past: it would bring "
         "the model back to where it came from, whatever its answers earned",

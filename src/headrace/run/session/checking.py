@@ -371,9 +371,7 @@ def _check_ends(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     # a run counts an episode without any sampled token as failed
     if mute := [a for a in attempts if not a.model.requests and a.reason in ("", *_CHECKED_ELSEWHERE)]:
         failures.append(("nothing_sampled: it ended without asking the model", len(mute), mute[0].name))
-    problems = [
-        f"{failure} ({count} of {len(attempts)} episodes; first {name})" for failure, count, name in failures
-    ]
+    problems = [f"{failure} ({count} of {len(attempts)} episodes; first {name})" for failure, count, name in failures]
     return _make_finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
 

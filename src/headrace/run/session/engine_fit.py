@@ -65,7 +65,9 @@ def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
     def fits(num_devices: int) -> bool:
         """Return whether the heads can be divided evenly over ``num_devices`` devices."""
         # if there are fewer key-value heads than devices, each of these heads is repeated on several devices
-        return not (heads % num_devices or (kv_heads % num_devices if kv_heads > num_devices else num_devices % kv_heads))
+        return not (
+            heads % num_devices or (kv_heads % num_devices if kv_heads > num_devices else num_devices % kv_heads)
+        )
 
     if not fits(tensor):
         possible = [str(number) for number in range(1, heads + 1) if fits(number)]

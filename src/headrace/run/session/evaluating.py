@@ -27,9 +27,9 @@ from headrace.control.evaluation import (
     Evaluator,
     IntervalEstimate,
     estimate_mean,
+    estimate_share,
     pass_at_k,
     pass_hat_k,
-    estimate_share,
 )
 from headrace.control.observer import Observers
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
@@ -174,7 +174,9 @@ async def _evaluate(
         make_order(prepared, run_dir=directory, snapshot=None, observers=Observers(())),
         on_event=partial(_keep_warning, warnings, on_progress),
     )
-    listener = EvaluationListener(on_tokens=count, warn=warnings.append, on_attempt=None if pages is None else pages.keep)
+    listener = EvaluationListener(
+        on_tokens=count, warn=warnings.append, on_attempt=None if pages is None else pages.keep
+    )
     on_progress(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
     )

@@ -142,8 +142,12 @@ def list_possible_rewards(data: Data, answer_column: str = "") -> list[RewardCho
     choices: list[RewardChoice] = []
     if answer_column:
         choices = [
-            RewardChoice(name="file", column=answer_column, meaning=f"a file to change, which compares with {answer_column!r}"),
-            RewardChoice(name="exact", column=answer_column, meaning=f"1 where the whole answer is that of {answer_column!r}"),
+            RewardChoice(
+                name="file", column=answer_column, meaning=f"a file to change, which compares with {answer_column!r}"
+            ),
+            RewardChoice(
+                name="exact", column=answer_column, meaning=f"1 where the whole answer is that of {answer_column!r}"
+            ),
         ]
         extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
         meaning = f"1 where the last formula or number is worth what {answer_column!r} is{extra}"
@@ -248,7 +252,9 @@ class FirstRun:
                 remedy="shorten the prompts, or choose a model with a longer context",
             )
         column = self.data.prompt_column
-        held_out = "" if self.eval_path is None else f"eval_path = {_quote_toml(_relative_path(self.eval_path, directory))}\n"
+        held_out = (
+            "" if self.eval_path is None else f"eval_path = {_quote_toml(_relative_path(self.eval_path, directory))}\n"
+        )
         return _RUN.substitute(
             model=_quote_toml(
                 self.model.path if self._is_hub_name else _relative_path(Path(self.model.path).expanduser(), directory)

@@ -50,7 +50,7 @@ from headrace.run.rules import refuse
 from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFacts, RowFacts
 from headrace.run.session.config import RunConfig, make_recorded_settings, with_local_models
 from headrace.run.session.engine_fit import refuse_unsupported
-from headrace.run.session.own_engines import resolve_frozen_agents, refuse_misfits, make_teacher_orders
+from headrace.run.session.own_engines import make_teacher_orders, refuse_misfits, resolve_frozen_agents
 from headrace.sync.estimate import NUMBER_BYTES, refuse_short_deadline
 
 if TYPE_CHECKING:

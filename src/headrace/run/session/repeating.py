@@ -36,7 +36,7 @@ from headrace.launch.order import Facts, LaunchOrder
 from headrace.launch.starts import RecordedEngine
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.rollout.runner import episode_seed
-from headrace.run.session.config import RunConfig, make_recorded_settings, load_config
+from headrace.run.session.config import RunConfig, load_config, make_recorded_settings
 from headrace.run.session.directory import FACTS_FILE, read_sealed, read_settings
 from headrace.run.session.prepare import Prepared
 
@@ -126,11 +126,15 @@ class ReplayRecording:
             raise _make_refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
         _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
-            raise _make_refusal(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
+            raise _make_refusal(
+                run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded"
+            )
         if not config.engine.can.seeds:
             raise _make_refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
-            raise _make_refusal(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+            raise _make_refusal(
+                run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded"
+            )
         _refuse_accidents(run_dir, ledger)
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
@@ -256,9 +260,7 @@ class ReplayRecording:
 
 
 @contextmanager
-def open_recording(
-    replay: str | Path, prepared: Prepared, *, resume: bool = False
-) -> Iterator[ReplayRecording | None]:
+def open_recording(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[ReplayRecording | None]:
     """Open the record of the run in the directory ``replay``, which the run ``prepared`` will repeat, for the duration
     of the context, and yield it. Yield ``None`` if ``replay`` is empty, which means that the run is not a replay.
 

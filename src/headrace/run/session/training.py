@@ -45,7 +45,7 @@ from headrace.learner import checkpoint
 from headrace.models.devices import CPU
 from headrace.run.observe import VerdictSettings, make_verdict_settings, write_report
 from headrace.run.rules.settings import find_idle_clip
-from headrace.run.session.config import RunConfig, RunFile, make_recorded_settings, load_config, with_recorded_models
+from headrace.run.session.config import RunConfig, RunFile, load_config, make_recorded_settings, with_recorded_models
 from headrace.run.session.directory import (
     CONFIG_FILE,
     FACTS_FILE,
@@ -53,8 +53,8 @@ from headrace.run.session.directory import (
     SUMMARY_FILE,
     LockedDirectory,
     Status,
-    find_changed_settings,
     choose_directory,
+    find_changed_settings,
     find_final_num_engines,
     lock_directory,
     read_summary,
@@ -68,9 +68,9 @@ from headrace.run.session.prepare import (
     Rows,
     make_curriculum,
     make_order,
+    make_row_order,
     prepare,
     refuse_inside_a_run,
-    make_row_order,
 )
 from headrace.run.session.repeating import ReplayComparison, ReplayRecording, open_recording
 from headrace.run.session.requests import serve_requests
@@ -204,7 +204,10 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         ledgers: list[Ledger] = []  # the open ledger, if there is one
         if has_ledger(run_dir):  # an unusable ledger is refused before any process is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
-        changed, engines = find_changed_settings(run_dir, make_recorded_settings(config)), find_final_num_engines(run_dir)
+        changed, engines = (
+            find_changed_settings(run_dir, make_recorded_settings(config)),
+            find_final_num_engines(run_dir),
+        )
         write_sealed(run_dir / CONFIG_FILE, make_recorded_settings(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         watchers = RunWatchers(config, run_dir, stack, settings=_make_verdict_settings(prepared))

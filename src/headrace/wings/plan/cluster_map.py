@@ -185,7 +185,11 @@ def _engine_models(config: RunConfig) -> dict[str, ModelConfig]:
     own = dict.fromkeys(engine_names(config.engine.count), config.model)
     agents = {f"agent-{name}": model for name, model in resolve_frozen_agents(config).items()}
     teachers = config.learner.served_teachers.items()
-    return {**own, **agents, **{teacher_role(name): resolve_teacher_model(each, config.model) for name, (each, _) in teachers}}
+    return {
+        **own,
+        **agents,
+        **{teacher_role(name): resolve_teacher_model(each, config.model) for name, (each, _) in teachers},
+    }
 
 
 def _part_demands(config: RunConfig) -> list[PartDemand]:

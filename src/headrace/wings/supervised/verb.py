@@ -10,12 +10,12 @@ import typer
 from headrace.run.cli.commands import BEGIN, Verb
 from headrace.run.cli.output import (
     console,
-    format_continuation,
     exit_if_hung_up,
+    format_continuation,
+    plan_resumption,
     print_json,
     readable,
     resumable,
-    plan_resumption,
     starting,
     table,
     this_command,

@@ -18,7 +18,7 @@ from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.observe import age_histogram, load_run, summarize_steps
 from headrace.run.observe.metrics import REGISTRY, find, flatten_metrics
-from headrace.run.observe.rundata import split_into_lives, find_recorded_account
+from headrace.run.observe.rundata import find_recorded_account, split_into_lives
 from headrace.wings.view.run import LIVING, OpenRun
 
 MOST_POINTS = 2000

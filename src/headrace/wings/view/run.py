@@ -17,8 +17,8 @@ from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import LOCK_FILE, REDIS_FILE, SQLITE_FILE, is_locked
 from headrace.learner.disk import Damaged, verify
-from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, describe_run, run_name
-from headrace.run.observe.rundata import CONFIG_FILE, count_clock_resets, find_last_life, describe_resumption
+from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, describe_run, evaluations, run_name
+from headrace.run.observe.rundata import CONFIG_FILE, count_clock_resets, describe_resumption, find_last_life
 from headrace.wings.view.json_files import JsonFile, Tail
 from headrace.wings.view.lanes import LaneIndex
 from headrace.wings.view.text import DirectoryTokenizer

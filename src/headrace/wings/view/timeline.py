@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.base.errors import DataError
 from headrace.base.types.observation import Account, StepRecord
-from headrace.run.observe.rundata import split_into_lives, find_recorded_account
+from headrace.run.observe.rundata import find_recorded_account, split_into_lives
 from headrace.wings.view.lanes import Column, LaneIndex
 from headrace.wings.view.run import OpenRun
 

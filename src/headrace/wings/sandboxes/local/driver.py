@@ -28,7 +28,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring import sandbox
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
-from headrace.rollout.scoring.sandbox.run import ENVIRONMENT, reason_for_signal, readable_paths
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT, readable_paths, reason_for_signal
 from headrace.wings.sandboxes.base import (
     DriverLost,
     Execution,
