@@ -244,7 +244,7 @@ def test_a_joined_order_whose_worker_was_replaced_for_another_reason_is_made_aga
             await worker.replace()
             assert [(await each).rewards for each in groups] == [(1.0, 1.0)] * 2
             (successor,) = (slot.worker for slot in at.pool._slots)
-            assert (successor.num_started, at.pool._num_alone) == (1, 0)
+            assert (successor.num_started, at.pool._num_unshared) == (1, 0)
 
     asyncio.run(main())
 

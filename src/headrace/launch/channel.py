@@ -155,16 +155,12 @@ class PartChannel:
         """The socket that receives orders, also those of this part to itself."""
         self._orders.bind(TO_SELF)
         self._to_self = _make_socket(self._context, zmq.PUSH)
-        """The socket through which this part sends orders to itself."""
         self._to_self.connect(TO_SELF)
-        self._to_self_lock = threading.Lock()
-        """Held while a thread sends through ``_to_self``."""
+        self._to_self_lock = threading.Lock()  # held while a thread sends through _to_self
         self._reports = _make_socket(self._context, zmq.PUSH)
-        """The socket that sends messages to the controller."""
         self._remote = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
         """The monitored connections to a controller on another machine; ``None`` if the controller is on this one."""
-        self._reports_lock = threading.Lock()
-        """Held while a thread sends through ``_reports``."""
+        self._reports_lock = threading.Lock()  # held while a thread sends through _reports
         self._parts: dict[str, zmq.Socket[bytes]] = {}
         """The sockets that send orders to other parts, by the parts' addresses."""
         self._readers: dict[str, zmq.Socket[bytes]] = {}
@@ -262,9 +258,7 @@ class ControllerChannel:
         self._part = part
         self._codec = MessageCodec(message_type)
         self._orders = _make_socket(_controller_context(), zmq.PUSH)
-        """The socket that sends orders to the part."""
         self._reports = _make_socket(_controller_context(), zmq.PULL)
-        """The socket that receives the messages of the part."""
         self._report_reader = _SocketReader(self._reports)
         self._unsent: deque[bytes] = deque()
         """The encoded orders that the socket has not accepted yet, oldest first."""
@@ -366,9 +360,8 @@ class ControllerChannel:
         try:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:
-            raise RunError(
-                f"{self._part} sent something that is not a message: {error}", remedy="look at its log"
-            ) from error
+            text = f"{self._part} sent something that is not a message: {error}"
+            raise RunError(text, remedy="look at its log") from error
 
 
 class AnswerListener:
@@ -467,7 +460,6 @@ class _Connections:
         """Prepare the part's sockets ``orders`` and ``reports`` to prove the key of ``addresses``, and start monitoring
         them. The connections are not opened yet."""
         self._sockets = {addresses.orders: orders, addresses.reports: reports}
-        """The two sockets, by the addresses to which they connect."""
         self._on_broken = on_broken or _kill_process_group
         for address, socket in self._sockets.items():
             present_key(socket, address, addresses.key)
@@ -542,8 +534,7 @@ class _SocketReader:
         """The event loop that watches the descriptor; ``None`` if none does."""
         self._arrived: list[bytes] = []
         """The messages that :meth:`take` has not returned."""
-        self._has_messages = asyncio.Event()
-        """Set while there may be such messages."""
+        self._has_messages = asyncio.Event()  # set while there may be such messages
 
     async def take(self) -> list[bytes]:
         """Wait until messages have arrived, and return them, at most :data:`MAX_AT_ONCE`. Other tasks of the event loop

@@ -72,11 +72,8 @@ async def launch_run(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         processes.refuse_little_room()
         pool, envs = _make_scoring_stage(processes), make_environment_pool(processes)
         own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
-        engines, agents, teachers = (
-            processes.make_engines(),
-            processes.make_agent_engines(),
-            processes.make_teacher_engines(),
-        )
+        engines, agents = processes.make_engines(), processes.make_agent_engines()
+        teachers = processes.make_teacher_engines()
         rollouts = processes.make_shards(engines)
         changes = FleetResizer(processes, engines)
         serving = [engines, *agents.values(), *teachers.values()]

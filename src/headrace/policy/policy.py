@@ -93,7 +93,6 @@ class Policy:
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
         self._objective = ReplaceableObjective(Objective.build(resolve_algo(config.algo)))
-        """The objective of the learner. Each call of the learner replaces the loss in it."""
         model, engine_model = load_model(config.model, device), load_model(config.model, device)
         self._learner = LearnerCore(
             model,
@@ -110,7 +109,6 @@ class Policy:
         """Whether the learner computes entropies with a gradient, which an entropy bonus needs."""
         self._max_context = config.engine.max_context or context_length(path)
         self._slots = Slots(weight_tensors(model), weight_tensors(engine_model))
-        """The transport that copies the learner's weights to the engine."""
         self._core = NativeEngine(
             engine_model,
             config.engine,
@@ -130,20 +128,13 @@ class Policy:
             keep_mask=config.learner.keep_sampling_mask,
         )
         self._vocab_size = vocabulary_of(model)
-        self._engine: LocalEngine | None = None
-        """The thread of the engine while the policy is open; ``None`` before and afterwards."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop in which the policy was opened; ``None`` before."""
-        self._publishing = asyncio.Lock()
-        """Held during a publication, so that publications run one at a time."""
-        self._learner_lock = threading.Lock()
-        """Held while a thread uses the learner. A second thread gets an error and does not wait."""
-        self._learner_user = ""
-        """The name of the method that uses the learner, for this error."""
-        self._call_lock = threading.Lock()
-        """Held by each call of the learner, and by the comparison in :meth:`start`."""
-        self._weights_lock = threading.Lock()
-        """Held while the learner's weights are copied, changed or replaced."""
+        self._engine: LocalEngine | None = None  # the thread of the engine while the policy is open
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
+        self._publishing = asyncio.Lock()  # held during a publication, so that publications run one at a time
+        self._learner_lock = threading.Lock()  # held while a thread uses the learner; a second thread gets an error
+        self._learner_user = ""  # the name of the method that uses the learner, for this error
+        self._call_lock = threading.Lock()  # held by each call of the learner, and by the comparison in start()
+        self._weights_lock = threading.Lock()  # held while the learner's weights are copied, changed or replaced
 
     @classmethod
     def load(

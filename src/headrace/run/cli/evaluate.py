@@ -25,14 +25,13 @@ if TYPE_CHECKING:
 
 HARNESSES: Registry[Callable[[Path, Sequence[str]], int]] = Registry(group="headrace.harnesses", setting="--harness")
 """Functions that run an evaluation harness on the weights of a run, with its arguments, and return its exit code."""
+SOURCE_HELP = "A run file (TOML), for its model; or a run directory, for its last checkpoint."
 TOKEN_VARIABLE = "HEADRACE_EVAL_TOKEN"
 """The environment variable with the bearer token for ``--url``: a secret must not be a command-line argument."""
 
 
 def evaluate(
-    source: Path = typer.Argument(
-        metavar="WHERE", help="A run file (TOML), for its model; or a run directory, for its last checkpoint."
-    ),
+    source: Path = typer.Argument(metavar="WHERE", help=SOURCE_HELP),
     arguments: list[str] = typer.Argument(None, help="After --: what a harness reads.", metavar="[-- ARGUMENT...]"),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     n: int = typer.Option(None, "--n", help="Attempts at each row; unset: run.eval_samples.", show_default=False),
