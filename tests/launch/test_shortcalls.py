@@ -253,7 +253,7 @@ def test_calls_of_which_few_fit_into_an_order_are_made_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "SHORT_S", 10.0)
-    monkeypatch.setattr(scoring, "FEWEST_JOINED", scoring.MAX_TOGETHER + 1)
+    monkeypatch.setattr(scoring, "MIN_SHARED", scoring.MAX_TOGETHER + 1)
 
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS) as at:
