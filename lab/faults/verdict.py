@@ -20,7 +20,7 @@ from headrace.base.errors import LedgerError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey
 from headrace.base.types.group import GroupState
 from headrace.base.types.tokens import Tokens
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.flow.ledger import Ledger
 from headrace.flow.ledger.opening import SQLITE_FILE, open_ledger
 from headrace.run.session.config import RunConfig
@@ -54,7 +54,7 @@ def take_snapshot(run_dir: Path, scratch: Path) -> LedgerSnapshot:
             shutil.copyfile(run_dir / name, scratch / name)
     with closing(open_ledger(scratch)) as ledger:
         conservation = ledger.conservation()
-        groups = ledger.roll_back(starting_point(run_dir).step).groups
+        groups = ledger.roll_back(find_starting_point(run_dir).step).groups
     size = conservation.episodes.submitted // max(1, conservation.groups.submitted)
     unended = [group for group in groups if group.state is GroupState.SUBMITTED]
     return LedgerSnapshot(

@@ -70,7 +70,7 @@ async def serve_sessions() -> None:
             policy = EnginePolicy(
                 engine=engine, sampling=sampling, run_seed=0, key=EpisodeKey(0, number), on_tokens=lambda _: None
             )
-            chat = Chat.of(tokenizer, (end,))
+            chat = Chat.create(tokenizer, (end,))
             episode = Conversations(policy, Budgets(), chat=chat, seed=0, note=lambda _: None)
             access = await open_sessions.enter_async_context(endpoint.session(episode))
             keys.append(access.api_key)

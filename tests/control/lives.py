@@ -19,7 +19,7 @@ from headrace.base.types.tokens import IntColumn
 from headrace.base.types.trace import Span
 from headrace.control import Components, Controller, ControlSettings, RunSection, Summary
 from headrace.control.observer import Observers
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.engine import SiblingRequest
 from headrace.engine.base import OnSiblingChunks
@@ -127,7 +127,7 @@ def live(plan: Plan, *, crash_at: float | None = None, stop_at: float | None = N
 
 async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen: Seen) -> Life:
     checkpoint.sweep(plan.run_dir / CHECKPOINTS)
-    start = starting_point(plan.run_dir)
+    start = find_starting_point(plan.run_dir)
     learner = plan.learner()
     if start.snapshot is not None:
         learner.restore(start.snapshot)

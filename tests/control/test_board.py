@@ -24,7 +24,7 @@ def test_table_says_what_each_loop_does_and_for_how_long() -> None:
     async def main() -> None:
         board = ActivityBoard(CONTRACTS, VirtualClock())
         await asyncio.sleep(1)
-        board.working("left", "step 3")
+        board.set_working("left", "step 3")
         with board.waiting("right", "a batch", on="left"):
             await asyncio.sleep(2)
             left, right = board.table()
@@ -35,7 +35,7 @@ def test_table_says_what_each_loop_does_and_for_how_long() -> None:
         await asyncio.sleep(5)
         assert board.table()[1].state == "busy"
         for words in ("left", "busy 7 s with step 3", "c-left", "p-right", "w-left", "u-right"):
-            assert words in board.in_words()
+            assert words in board.describe()
 
     run_virtual(main())
 
@@ -60,7 +60,7 @@ def test_cause_of_an_end_before_every_loop_has_begun_is_told_without_the_table()
         told = []
         for loop in ("left", "right"):
             error = RunError("engine and learner do not agree", remedy="look")
-            board.working(loop, "a step")
+            board.set_working(loop, "a step")
             _add_loop_table(controller, error)
             told.append(error.problem)
         return told
@@ -76,7 +76,7 @@ def test_watch_ends_when_nothing_has_moved_and_names_the_oldest_debt() -> None:
         with board.requesting("right", "tokens", provider="engine"):
             await asyncio.sleep(4)
             with board.requesting("left", "a reward", provider="workers"):
-                board.progress()
+                board.record_progress()
                 with pytest.raises(StallError) as stalled:
                     await board.watch(10.0)
         assert "tokens has been owed by engine for 14 s" in str(stalled.value)
@@ -107,7 +107,7 @@ def test_anything_that_moves_keeps_the_watch_quiet(kind: str) -> None:
             for _ in range(20):
                 await asyncio.sleep(8)
                 if kind == "progress":
-                    board.progress()
+                    board.record_progress()
                 elif kind == "waiting":
                     with board.waiting("left", "it", on="right"):
                         await asyncio.sleep(0)
@@ -141,7 +141,7 @@ def test_time_in_which_the_controller_itself_was_stopped_is_no_stall() -> None:
             clock.ahead_s = 100.0
             await asyncio.sleep(3.0)
             assert not watching.done()
-            board.progress()
+            board.record_progress()
             await asyncio.sleep(9.0)
             watching.cancel()
 

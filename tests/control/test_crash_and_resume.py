@@ -11,7 +11,7 @@ import pytest
 from headrace.base.clock import run_virtual
 from headrace.base.errors import CheckpointError, ConfigError
 from headrace.base.types.batch import Batch
-from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
 from tests.control.lives import Life, Plan, groups_of, live
@@ -132,7 +132,7 @@ def test_stopped_run_has_a_checkpoint_and_goes_on(tmp_path: Path, stop_at: float
     first = live(plan, stop_at=stop_at)
     assert (first.summary.status, first.ended) == ("stopped", True)
     assert first.summary.steps < 12
-    assert starting_point(tmp_path).step == first.summary.steps
+    assert find_starting_point(tmp_path).step == first.summary.steps
     second = live(plan)
     assert second.began_at == first.summary.steps
     assert second.summary.status == "finished"
@@ -217,7 +217,7 @@ def test_last_snapshot_is_not_written_twice(tmp_path: Path) -> None:
 
 
 def test_run_without_a_snapshot_begins_at_step_zero(tmp_path: Path) -> None:
-    assert starting_point(tmp_path) == StartingPoint(step=0, snapshot=None)
+    assert find_starting_point(tmp_path) == StartingPoint(step=0, snapshot=None)
 
 
 @pytest.mark.slow

@@ -20,7 +20,14 @@ from headrace.base.errors import EnvError, EpisodeError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.task import Task
 from headrace.control import Components
-from headrace.control.evaluation import EvaluationListener, Evaluator, mean_of, pass_at_k, pass_hat_k, share_of
+from headrace.control.evaluation import (
+    EvaluationListener,
+    Evaluator,
+    estimate_mean,
+    estimate_share,
+    pass_at_k,
+    pass_hat_k,
+)
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeScorer, fake_parts
@@ -44,7 +51,7 @@ def test_pass_at_k_takes_as_many_attempts_as_anybody_makes() -> None:
 
 def test_intervals_hold_what_they_are_meant_to_hold_as_often_as_they_say() -> None:
     rng = np.random.default_rng(0)
-    for estimate, truth in ((mean_of, 0.0), (share_of, 0.9)):
+    for estimate, truth in ((estimate_mean, 0.0), (estimate_share, 0.9)):
         held = 0
         for _ in range(2000):
             values = rng.normal(size=40) if truth == 0.0 else rng.binomial(2, truth, size=40) / 2
@@ -57,7 +64,7 @@ def test_intervals_hold_what_they_are_meant_to_hold_as_often_as_they_say() -> No
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_a_share_and_its_interval_stay_between_0_and_1(values: list[float]) -> None:
-    found = share_of(values)
+    found = estimate_share(values)
     assert math.isclose(found.value, sum(values) / len(values), abs_tol=1e-9)
     if len(values) == 1:
         assert found.low is found.high is None
@@ -84,7 +91,7 @@ def evaluated(
         evaluator = Evaluator(serving, samples=samples, temperature=None, run_seed=0)
         async with asyncio.timeout(1000):
             return await evaluator.rewards(
-                EvaluationListener(on_tokens=lambda _: None, warn=warnings.append, keep=keep)
+                EvaluationListener(on_tokens=lambda _: None, warn=warnings.append, on_attempt=keep)
             )
 
     return run_virtual(main()), kept, warnings
@@ -129,7 +136,7 @@ def test_a_reward_of_groups_sees_all_attempts_at_a_task(tmp_path: Path) -> None:
 class Earns:
     """Says itself what an episode earned; fails at some rows."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     def __init__(self, fails: Sequence[int]) -> None:
         self._fails = fails

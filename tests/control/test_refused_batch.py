@@ -12,7 +12,7 @@ from headrace.base.errors import RunError
 from headrace.base.types.batch import Batch
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.learner.intake import refuse_unfit
 from headrace.testing import FakeLearner
 from tests.control.lives import Plan, groups_of, live
@@ -48,7 +48,7 @@ def test_refused_batch_is_ready_again_and_trained_by_the_next_life(tmp_path: Pat
     groups = set(groups_of(first.refused))
     book = plan.open_ledger()
     try:
-        resumed = book.roll_back(starting_point(tmp_path).step)
+        resumed = book.roll_back(find_starting_point(tmp_path).step)
         assert book.conservation().holds
     finally:
         book.close()

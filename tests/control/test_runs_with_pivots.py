@@ -20,7 +20,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.control import Components
-from headrace.control.credit import credit, segment_starts_of
+from headrace.control.credit import credit, make_segmenter
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Graded
@@ -189,7 +189,7 @@ def test_branches_that_fail_are_counted_by_reason_and_carry_no_loss(tmp_path: Pa
 class TwoAnswers:
     """Asks twice, with a token in between that says how long the first answer was; ``differs`` changes its question."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     def __init__(self, *, differs: bool = False, breaks: bool = False, earns: float | None = None) -> None:
         self._differs, self._breaks, self._attempts = differs, breaks, itertools.count()
@@ -308,7 +308,7 @@ def test_segments_at_entropy_spikes_are_graded_one_by_one_and_do_not_count_in_th
 
     def change(parts: Components) -> Components:
         sampling = msgspec.structs.replace(parts.sampling, record_entropy=True)
-        return replace(parts, sampling=sampling, turn_scorer=scorer, segments=segment_starts_of(algo))
+        return replace(parts, sampling=sampling, turn_scorer=scorer, segments=make_segmenter(algo))
 
     life, trained = run(tmp_path, change=change, algo=algo, flow={"pivots": None}, steps=3)
     assert life.ended

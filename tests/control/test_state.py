@@ -17,7 +17,7 @@ def test_a_warning_whose_cause_has_passed_says_so_from_then_on_until_it_comes_ba
     state = RunState(parts=rest, run=rest, flow=rest, board=rest, observers=observers, metrics=metrics)
     state.warn("engine is stopped, for 4 s", kind="engine is stopped", always=True)
     assert state.warnings == ["engine is stopped, for 4 s"]
-    state.warning_over("engine was stopped for 9 s, and continues", kind="engine is stopped")
+    state.resolve_warning("engine was stopped for 9 s, and continues", kind="engine is stopped")
     assert state.warnings == ["engine was stopped for 9 s, and continues"]
     state.warn("engine is stopped, for 3 s", kind="engine is stopped", always=True)
     assert state.warnings == ["engine is stopped, for 3 s (the latest of 2 times)"]

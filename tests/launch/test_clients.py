@@ -110,9 +110,9 @@ def test_the_parts_of_a_run_are_waited_for_as_long_as_its_settings_say(side: str
 
     async def main() -> None:
         if side == "engine":
-            client: EngineClient | LearnerClient = processes._engine_client("engine", Silent())
+            client: EngineClient | LearnerClient = processes._make_engine_client("engine", Silent())
         else:
-            client = processes._learner_client(Silent())
+            client = processes._make_learner_client(Silent())
         client.ready.set_result(GREETING)
         if isinstance(client, EngineClient):
             waiting = client.stage(announced(3, "ipc:///run/part.orders"))

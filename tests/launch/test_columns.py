@@ -178,7 +178,7 @@ def test_a_sequence_for_which_the_store_has_no_room_fails_and_others_go_on(tmp_p
         aborted.extend(request_ids)  # an abort returns whatever is due, also of others
         return [chunk_of(9, 4), chunk_of(request_ids[0], 5, ended=True)]
 
-    sent = columns.stored([chunk_of(1, 0), chunk_of(2, 1), chunk_of(3, 2), chunk_of(2, 3)], abort)
+    sent = columns.store([chunk_of(1, 0), chunk_of(2, 1), chunk_of(3, 2), chunk_of(2, 3)], abort)
     assert aborted == [2]
     assert [(chunk.request_id, bool(chunk.error)) for chunk in sent] == [(1, False), (2, True), (3, False), (9, False)]
     assert not len(sent[1].tokens)
@@ -193,7 +193,7 @@ def test_a_sequence_for_which_the_store_has_no_room_fails_and_others_go_on(tmp_p
 def test_an_engine_without_a_store_sends_everything(tmp_path: Path) -> None:
     chunks = [chunk_of(1, 0)]
     for columns in (EngineColumns(), EngineColumns(StoreStart(directory=str(tmp_path)))):
-        assert columns.stored(chunks, lambda _: []) is chunks
+        assert columns.store(chunks, lambda _: []) is chunks
 
 
 def test_a_teacher_reads_the_kept_sets_that_the_policys_engine_stored(tmp_path: Path) -> None:
@@ -416,11 +416,11 @@ def test_the_results_of_a_large_step_are_stored_and_the_ledger_finds_them(
         log_pi_L=np.arange(5, dtype=np.float32),
     )
     whole = msgspec.structs.replace(report(0), learned=results)
-    assert ResultsStore(None).stored(whole) is whole
+    assert ResultsStore(None).store(whole) is whole
     few = msgspec.structs.replace(results, sizes_E=np.array([3], np.int32), log_pi_L=results.log_pi_L[:3])
     start = StoreStart(directory=str(tmp_path / COLUMNS))
-    assert ResultsStore(start).stored(msgspec.structs.replace(whole, learned=few)).learned is few
-    stored_report = ResultsStore(start).stored(whole)
+    assert ResultsStore(start).store(msgspec.structs.replace(whole, learned=few)).learned is few
+    stored_report = ResultsStore(start).store(whole)
     assert isinstance(stored_report.learned, tuple)
     ledger = SqliteLedger(tmp_path / "ledger.sqlite", group_size=1, groups_per_step=1)
     ledger.apply(Submit(numbers=(0,), rows=(0,), at_s=0.0))
@@ -452,9 +452,9 @@ def test_results_for_which_the_store_has_no_room_are_left_out_and_the_user_is_to
     )
     whole = msgspec.structs.replace(report(0), learned=results)
     limited = StoreStart(directory=str(tmp_path / "limited"), limit_bytes=10)
-    assert ResultsStore(limited).stored(whole).learned, "they belong to the ledger, and the limit is not theirs"
+    assert ResultsStore(limited).store(whole).learned, "they belong to the ledger, and the limit is not theirs"
     (tmp_path / "file").write_text("no directory")
-    told = ResultsStore(StoreStart(directory=str(tmp_path / "file"))).stored(whole)
+    told = ResultsStore(StoreStart(directory=str(tmp_path / "file"))).store(whole)
     assert told.learned is None
     (problem,) = told.problems
     assert "were not recorded" in problem

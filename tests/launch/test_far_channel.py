@@ -133,7 +133,7 @@ def test_a_message_that_is_longer_than_allowed_breaks_the_connection(monkeypatch
     monkeypatch.setattr(channel, "MAX_BYTES", 10_000)
     broken = asyncio.Event()
     loops: list[asyncio.AbstractEventLoop] = []
-    monkeypatch.setattr(channel, "_end_process_group", lambda: loops[0].call_soon_threadsafe(broken.set))
+    monkeypatch.setattr(channel, "_kill_process_group", lambda: loops[0].call_soon_threadsafe(broken.set))
 
     async def main() -> None:
         loops.append(asyncio.get_running_loop())

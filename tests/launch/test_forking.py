@@ -19,9 +19,9 @@ from headrace.launch.channel import ControllerChannel, local_addresses
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import LaunchConfig
-from headrace.launch.forking import EXIT_UNKNOWN, MODULE, ForkServer, ForkServerLost, forking, keep_fork_server
+from headrace.launch.forking import EXIT_UNKNOWN, MODULE, ForkServer, ForkServerLost, keep_fork_server, open_fork_server
 from headrace.launch.hosts import EXIT_REPORTED
-from headrace.launch.local_process import LocalStarter, exit_words
+from headrace.launch.local_process import LocalStarter, describe_exit
 from headrace.launch.starts import Briefing, EngineStart, ScorerStart, write_briefing
 from tests.launch.forks import part
 from tests.launch.workers import TOKEN, is_alive, site
@@ -50,7 +50,7 @@ def no_kept_server(kept_fork_server: None) -> Iterator[None]:
 def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     """One that is ready in a moment; it reaps what it forks, and is gone after the test."""
     monkeypatch.setattr(module, "MODULE", "tests.launch.light_forks")
-    with forking(LaunchConfig()) as server:
+    with open_fork_server(LaunchConfig()) as server:
         assert server is not None
         yield server
     assert not is_alive(server.pid)
@@ -59,7 +59,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
 @pytest.fixture(scope="module")
 def whole() -> Iterator[ForkServer]:
     """The one that runs have."""
-    with forking(LaunchConfig()) as server:
+    with open_fork_server(LaunchConfig()) as server:
         assert server is not None
         yield server
 
@@ -174,9 +174,9 @@ def test_a_fork_outlives_its_server_and_its_end_is_seen(light: ForkServer, tmp_p
 
     asyncio.run(main())
     assert told == [
-        f"the fork server (pid {light.pid}) was ended by SIGKILL: its parts live on, later ones are new interpreters"
+        f"the fork server (pid {light.pid}) was killed by SIGKILL: its parts live on, later ones are new interpreters"
     ]
-    assert "is not known" in exit_words(EXIT_UNKNOWN)
+    assert "is not known" in describe_exit(EXIT_UNKNOWN)
 
 
 def test_a_server_that_cannot_import_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_server_that_cannot_import_says_why(monkeypatch: pytest.MonkeyPatch, t
     told: list[str] = []
 
     async def main() -> None:
-        with forking(LaunchConfig()) as server:
+        with open_fork_server(LaunchConfig()) as server:
             assert server is not None
             with server.listening(told.append), pytest.raises(ForkServerLost):
                 async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
@@ -202,7 +202,7 @@ def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch,
 
     async def main() -> None:
         brief(tmp_path, "scorer-0")
-        with forking(LaunchConfig(start_timeout_s=0.2)) as server:
+        with open_fork_server(LaunchConfig(start_timeout_s=0.2)) as server:
             assert server is not None
             os.kill(server.pid, signal.SIGSTOP)
             with server.listening(told.append), pytest.raises(ForkServerLost):
@@ -210,7 +210,7 @@ def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch,
                     pass
 
     asyncio.run(main())
-    assert "is stopped, and was ended after 0.2 s" in told[0]
+    assert "is stopped, and was killed after 0.2 s" in told[0]
 
 
 def test_a_server_that_is_stopped_is_told_of_while_it_is_waited_for(
@@ -222,7 +222,7 @@ def test_a_server_that_is_stopped_is_told_of_while_it_is_waited_for(
 
     async def main() -> None:
         brief(tmp_path, "scorer-0")
-        with forking(LaunchConfig(start_timeout_s=60)) as server:
+        with open_fork_server(LaunchConfig(start_timeout_s=60)) as server:
             assert server is not None
             pid = server.pid
             os.kill(pid, signal.SIGSTOP)
@@ -253,7 +253,7 @@ from tests.launch.forks import part
 async def main():
     if {when == "a part is there"}:
         forking.MODULE = "tests.launch.light_forks"
-    with forking.forking(LaunchConfig()) as server, server.listening(print):
+    with forking.open_fork_server(LaunchConfig()) as server, server.listening(print):
         if {when == "it imports"}:
             print(server.pid, flush=True)
             await asyncio.sleep(60)
@@ -292,7 +292,7 @@ print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
 
 def server_of_a_run() -> int:
     """The fork server that a run would have now."""
-    with forking(LaunchConfig()) as server:
+    with open_fork_server(LaunchConfig()) as server:
         assert server is not None
         return server.pid
 
@@ -313,7 +313,7 @@ def test_runs_fork_from_one_kept_server_until_something_that_parts_inherit_has_c
     with keep_fork_server():
         pids = set()
         for timeout_s in (50.0, 40.0):
-            with forking(LaunchConfig(start_timeout_s=timeout_s)) as server:
+            with open_fork_server(LaunchConfig(start_timeout_s=timeout_s)) as server:
                 assert server is not None
                 asyncio.run(fork(server))
                 pids.add(server.pid)
@@ -403,7 +403,7 @@ def test_a_run_outlives_its_fork_server_and_an_engine_after_it(tmp_path: Path) -
         os.kill(parts["engine"], signal.SIGKILL)
         assert life.rest(240.0) == first_words(run_file)
     said = "".join(life.lines)
-    assert f"the fork server (pid {server.pid}) was ended by SIGKILL: its parts live on" in said
+    assert f"the fork server (pid {server.pid}) was killed by SIGKILL: its parts live on" in said
     assert f"engine (pid {parts['engine']}) ended; how is not known" in said
     assert "; it serves again after " in said
     assert not wait_gone([server.pid, *parts.values()], 20.0)

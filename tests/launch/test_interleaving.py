@@ -161,14 +161,14 @@ def test_messages_wait_for_their_step_and_their_turn() -> None:
     ]
     gate = gate_of(recorded)
     assert gate.must_wait(0)
-    assert gate.waits_at(0)
+    assert gate.awaits_message(0)
     assert gate.release([generate((1, 80), (2, 70))], 0) == []
     commit = Commit(call=0, version=0)
     assert gate.release([commit], 0) == [commit, generate((2, 70))]
     assert not gate.must_wait(2)
     assert gate.release([generate((3, 90))], 2) == []
     assert gate.must_wait(3)
-    assert not gate.waits_at(3)
+    assert not gate.awaits_message(3)
     assert gate.release([], 3) == [generate((3, 90), (1, 80))]
 
 

@@ -20,7 +20,7 @@ import sys, threading
 from pathlib import Path
 from headrace.launch.leases import Lease
 root = Path(sys.argv[1])
-print(Lease.directory(root).path, Lease.file(root).path, flush=True)
+print(Lease.create_directory(root).path, Lease.create_file(root).path, flush=True)
 threading.Event().wait()
 """
 
@@ -41,7 +41,7 @@ def test_what_a_killed_run_left_is_swept_and_what_a_running_one_uses_is_not(tmp_
 
 
 def test_the_end_of_a_lease_leaves_nothing(tmp_path: Path) -> None:
-    for lease in (Lease.directory(tmp_path), Lease.file(tmp_path)):
+    for lease in (Lease.create_directory(tmp_path), Lease.create_file(tmp_path)):
         lease.end()
     assert os.listdir(tmp_path) == []
 
@@ -72,7 +72,7 @@ def interrupted_removal(monkeypatch: pytest.MonkeyPatch, removed: int) -> Iterat
 def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
 ) -> None:
-    lease = Lease.directory(tmp_path)
+    lease = Lease.create_directory(tmp_path)
     for name in ("a.orders", "z.reports"):
         (lease.path / name).touch()
     with interrupted_removal(monkeypatch, removed):
@@ -83,7 +83,7 @@ def test_directory_whose_removal_was_interrupted_anywhere_is_swept(
 
 
 def test_directory_that_is_in_use_is_not_swept_when_somebody_has_deleted_its_lock(tmp_path: Path) -> None:
-    lease = Lease.directory(tmp_path)
+    lease = Lease.create_directory(tmp_path)
     (lease.path / "a.orders").touch()
     (lease.path / LOCK).unlink()
     sweep(tmp_path)
@@ -98,7 +98,7 @@ def test_lease_whose_directory_cannot_be_listed_ends_and_is_unlocked(
     def unreadable(_: Path) -> Iterator[Path]:
         raise PermissionError(13, "Permission denied")
 
-    lease = Lease.directory(tmp_path)
+    lease = Lease.create_directory(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", unreadable)
         lease.end()

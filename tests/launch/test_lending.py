@@ -54,13 +54,13 @@ def test_nothing_is_borrowed_from_a_part_that_works(tmp_path: Path) -> None:
 
 def test_what_rests_is_borrowed_where_that_is_faster_and_given_back_at_once(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (2, 3), lambda threads: 1.0 / threads)
-    bench.parts[1].rest()
+    bench.parts[1].mark_waiting()
     tried = [bench.unit(0) for _ in range(2 * TRIAL_UNITS)]
     assert sorted(tried) == [2] * TRIAL_UNITS + [5] * TRIAL_UNITS
     assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {5}
     bench.unit(1)
     assert bench.unit(0) == 2
-    bench.parts[1].rest()
+    bench.parts[1].mark_waiting()
     assert sorted(bench.unit(0) for _ in range(2 * TRIAL_UNITS)) == [2] * TRIAL_UNITS + [5] * TRIAL_UNITS  # tried again
 
 
@@ -69,7 +69,7 @@ def test_what_is_slower_with_more_cores_or_gains_too_little_borrows_none(tmp_pat
         directory = tmp_path / str(number)
         directory.mkdir()
         bench = Bench(directory, (1, 2), seconds)
-        bench.parts[1].rest()
+        bench.parts[1].mark_waiting()
         for _ in range(2 * TRIAL_UNITS):
             bench.unit(0)
         assert {bench.unit(0) for _ in range(UNITS_BETWEEN_TRIALS)} == {1}
@@ -77,7 +77,7 @@ def test_what_is_slower_with_more_cores_or_gains_too_little_borrows_none(tmp_pat
 
 def test_units_are_compared_by_their_amount_and_odd_ones_not_at_all(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (1, 1), lambda threads: 1.0 / threads)
-    bench.parts[1].rest()
+    bench.parts[1].mark_waiting()
     for number in range(2 * TRIAL_UNITS):
         bench.unit(0, amount=1000.0 if number % 2 == 0 else 1.0)  # those that borrow do more
         bench.unit(0, amount=None)
@@ -87,13 +87,13 @@ def test_units_are_compared_by_their_amount_and_odd_ones_not_at_all(tmp_path: Pa
 
 def test_cores_that_rest_are_shared_by_all_that_work(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (1, 1, 4), lambda threads: 1.0 / threads)
-    bench.parts[2].rest()
+    bench.parts[2].mark_waiting()
     assert [max(bench.unit(place) for _ in range(2)) for place in (0, 1)] == [3, 3]
 
 
 def test_a_part_that_has_not_loaded_or_was_started_again_lends_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path, (1, 1), lambda threads: 1.0 / threads)
-    bench.parts[1].rest()
+    bench.parts[1].mark_waiting()
     LentCores(Lending(activity_file=str(tmp_path / "cores"), place=1, shares=(1, 1)), lambda count: None, bench)
     assert {bench.unit(0) for _ in range(50)} == {1}
 

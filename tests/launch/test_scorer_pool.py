@@ -327,8 +327,8 @@ def test_short_calls_for_one_row_are_one_order_and_each_failure_is_that_of_its_c
                 assert scores.rewards == (1.0,) * 4
             scores = await at.pool.score(task(), ("slow 0", "raise", "slow 0"))
             assert worker.num_started == before + 2
-            assert [scores.of(place).reward for place in range(3)] == [1.0, None, 1.0]
-            assert "ValueError: as told" in scores.of(1).failure
+            assert [scores.get_graded(place).reward for place in range(3)] == [1.0, None, 1.0]
+            assert "ValueError: as told" in scores.get_graded(1).failure
 
     asyncio.run(main())
 
@@ -341,8 +341,8 @@ def test_of_several_calls_in_one_order_only_the_one_to_blame_fails(tmp_path: Pat
                 await at.pool.score(task(), ("slow 0",))
             scores = await at.pool.score(task(), ("slow 0", deed, "slow 0"))
             reason = {"exit": "reward_crashed", "hang": "reward_timeout"}[deed]
-            assert [scores.of(place).reward for place in range(3)] == [1.0, None, 1.0]
-            assert scores.of(1).failure.startswith(reason)
+            assert [scores.get_graded(place).reward for place in range(3)] == [1.0, None, 1.0]
+            assert scores.get_graded(1).failure.startswith(reason)
 
     asyncio.run(main())
 

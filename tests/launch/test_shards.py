@@ -484,12 +484,12 @@ def test_warnings_of_workers_that_start_follow_the_report_that_the_shard_is_read
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
-    async def workers_of(_start: Any, _sampling: Any, _directory: Path, warn: Callable[[str], None]) -> Any:
+    async def open_workers(_start: Any, _sampling: Any, _directory: Path, warn: Callable[[str], None]) -> Any:
         warn("a worker has died")
         yield None
         warn("never reached")
 
-    monkeypatch.setattr(shard_host, "workers_of", workers_of)
+    monkeypatch.setattr(shard_host, "open_workers", open_workers)
     monkeypatch.setattr(worker, "run_token", lambda: TOKEN)
     monkeypatch.setattr(worker, "forget_token", lambda: None)
     environment = ShardEnvironment(env={}, model="", agents=(), adapters=(), logs="", start_timeout_s=1.0)

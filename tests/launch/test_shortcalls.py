@@ -193,13 +193,15 @@ def test_groups_that_end_together_are_scored_in_few_orders_until_an_order_is_los
         async with running_pool(tmp_path, DEEDS) as at:
             await at.pool.score(task(), ("slow 0",))  # its time is not known before
             if deed:
-                assert (await at.pool.score(task(), ("slow 0", deed))).of(1).failure.startswith("reward_crashed")
+                assert (
+                    (await at.pool.score(task(), ("slow 0", deed))).get_graded(1).failure.startswith("reward_crashed")
+                )
                 await at.pool.score(task(), ("slow 0",))
             (worker,) = (slot.worker for slot in at.pool._slots)
             before = worker.num_started
             groups = await asyncio.gather(*[at.pool.score(task(), ("slow 0", "raise")) for _ in range(20)])
-            assert [scores.of(0).reward for scores in groups] == [1.0] * 20
-            assert all("ValueError: as told" in scores.of(1).failure for scores in groups)
+            assert [scores.get_graded(0).reward for scores in groups] == [1.0] * 20
+            assert all("ValueError: as told" in scores.get_graded(1).failure for scores in groups)
             num_orders = worker.num_started - before
             # the failure of a single call stands where repetitions look for it
             assert "ValueError: as told" in (await at.pool.score(task(), ("raise",))).failure
@@ -242,7 +244,7 @@ def test_a_joined_order_whose_worker_was_replaced_for_another_reason_is_made_aga
             await worker.replace()
             assert [(await each).rewards for each in groups] == [(1.0, 1.0)] * 2
             (successor,) = (slot.worker for slot in at.pool._slots)
-            assert (successor.num_started, at.pool._num_alone) == (1, 0)
+            assert (successor.num_started, at.pool._num_unshared) == (1, 0)
 
     asyncio.run(main())
 
@@ -251,7 +253,7 @@ def test_calls_of_which_few_fit_into_an_order_are_made_side_by_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scoring, "SHORT_S", 10.0)
-    monkeypatch.setattr(scoring, "FEWEST_JOINED", scoring.MAX_TOGETHER + 1)
+    monkeypatch.setattr(scoring, "MIN_SHARED", scoring.MAX_TOGETHER + 1)
 
     async def main() -> None:
         async with running_pool(tmp_path, DEEDS) as at:

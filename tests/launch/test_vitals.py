@@ -22,7 +22,7 @@ from headrace.launch.channel import ChannelAddresses, ControllerChannel
 from headrace.launch.clients import RankClient
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.local import _make_vitals
-from headrace.launch.local_process import halted_below
+from headrace.launch.local_process import describe_halted
 from headrace.launch.vitals import FIRST_UNIT_FACTOR, Vitals
 
 TIMEOUT_S = 16.0
@@ -267,7 +267,7 @@ def test_a_process_that_ends_while_it_is_looked_at_is_left_out(monkeypatch: pyte
         monkeypatch.setattr(psutil.Process, "status", looked_at)
         found: dict[int, str] = {}
         while not found:  # the system takes its time
-            found = halted_below([gone, stopped])
+            found = describe_halted([gone, stopped])
         assert list(found) == [stopped]
 
 
@@ -283,24 +283,24 @@ def test_workers_of_shards_are_looked_at_until_they_or_their_shard_have_ended() 
             shard.peer = peer  # type: ignore[assignment]
         shards[1].state = "ended"
         order = SimpleNamespace(forks=None, stall_timeout_s=1.0, launch=SimpleNamespace(start_timeout_s=1.0))
-        return _make_vitals(SimpleNamespace(children=shards, order=order)).others()  # type: ignore[arg-type]
+        return _make_vitals(SimpleNamespace(children=shards, order=order)).other_pids()  # type: ignore[arg-type]
 
     assert run_virtual(main()) == {"environment-0-0": 0, "environment-0-1": 1}
 
 
 def test_a_stopped_process_is_found_and_so_is_one_that_it_has_started() -> None:
     with running("sleep", "100") as alone, running("sh", "-c", "sleep 100; true") as parent:
-        assert halted_below([alone, parent]) == {}
+        assert describe_halted([alone, parent]) == {}
         (child,) = psutil.Process(parent).children()
         for pid in (alone, child.pid):
             os.kill(pid, signal.SIGSTOP)
         found: dict[int, str] = {}
         while len(found) < 2:  # the system takes its time
-            found = halted_below([alone, parent])
+            found = describe_halted([alone, parent])
         assert found[alone] == f"is stopped (SIGSTOP; kill -CONT {alone} lets it continue)"
         words = f"has started process {child.pid}, which is stopped (SIGSTOP; kill -CONT {child.pid} lets it continue)"
         assert found[parent] == words
         for pid in (alone, child.pid):
             os.kill(pid, signal.SIGCONT)
         while found:
-            found = halted_below([alone, parent])
+            found = describe_halted([alone, parent])

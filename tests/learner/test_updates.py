@@ -12,7 +12,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.base.config import validate
 from headrace.base.errors import ConfigError
 from headrace.base.types.batch import Batch
-from headrace.policy.objective import algo_of
+from headrace.policy.objective import resolve_algo
 from tests.learner import reference
 from tests.learner.builders import Setup, assert_goes_on, assert_same_bits, random_batch, weights
 
@@ -126,7 +126,7 @@ def test_what_has_no_meaning_for_several_updates_is_refused(algo, words):
 
 def test_a_loop_of_ones_own_makes_its_updates_itself():
     with pytest.raises(ConfigError, match="are settings of whole runs"):
-        algo_of({"loss": "dapo", "epochs": 2})
+        resolve_algo({"loss": "dapo", "epochs": 2})
 
 
 @pytest.mark.parametrize("call", ["forward_backward", "add"])

@@ -16,9 +16,9 @@ from headrace.launch.hosts import main as hosts_main
 from headrace.launch.starts import EngineStart
 from headrace.models.devices import Devices, choose_devices
 from headrace.models.gpus import VARIABLE, VisibleGpus
-from headrace.run.session.config import as_recorded, load_config
+from headrace.run.session.config import load_config, make_recorded_settings
 from headrace.run.session.directory import CONFIG_FILE, read_settings, write_sealed
-from headrace.run.session.engine_fit import refuse_settled
+from headrace.run.session.engine_fit import refuse_unsupported
 from headrace.wings.cluster.ray.fit import devices_of
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address
@@ -118,9 +118,9 @@ def test_arguments_that_choose_gpus_start_no_server_and_are_read_where_they_are_
     tree = {"model": {"path": "m"}, "launch": {"start_timeout_s": 400}, "sync": {"interrupt": "drain"}}
     config = load_config({**tree, "engine": {"kind": kind, "server": {"args": args}}})
     with pytest.raises(ConfigError, match=f"engine.server.args holds '{args[0]}'") as raised:
-        refuse_settled(config, (), Devices(engines=("cuda:0",), learner=("cuda:1",)))
+        refuse_unsupported(config, (), Devices(engines=("cuda:0",), learner=("cuda:1",)))
     assert remedy in raised.value.remedy
-    write_sealed(tmp_path / CONFIG_FILE, as_recorded(config))
+    write_sealed(tmp_path / CONFIG_FILE, make_recorded_settings(config))
     assert load_config(read_settings(tmp_path)).engine.server == config.engine.server
 
 

@@ -76,7 +76,7 @@ def conversations(
     """A conversation with a :class:`Speaker`."""
     spoken = tokenizer(template)
     speaker = Speaker(says, spoken)
-    chat = Chat.of(spoken, speaker.sampling.stop_ids)
+    chat = Chat.create(spoken, speaker.sampling.stop_ids)
     note = ([] if notes is None else notes).append
     return Conversations(speaker, limits or EpisodeLimits(), chat=chat, seed=7, note=note)
 

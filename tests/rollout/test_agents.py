@@ -37,7 +37,7 @@ TASK = Task(row_index=0, row={}, prompt="?", prompt_ids_T=np.array([5, 6], np.in
 
 
 class Played:
-    asks_prompt = False
+    begins_with_prompt = False
 
     def __init__(self, play: Callable[[OpenEpisode], Awaitable[AttemptOutcome]]) -> None:
         self._play = play

@@ -175,7 +175,7 @@ def test_an_episode_that_is_cancelled_is_not_attempted_again_whatever_its_enviro
     attempts = []
 
     class Clings:
-        asks_prompt = True
+        begins_with_prompt = True
 
         async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             attempts.append(task)

@@ -73,7 +73,7 @@ def runner(engine: FakeEngine, **settings: Any) -> EpisodeRunner:
 
 async def run_group(made: EpisodeRunner, size: int) -> list[list[EpisodeGraph]]:
     """The episodes of group 7, as they end."""
-    together = SiblingRunner.of(made)
+    together = SiblingRunner.from_runner(made)
     assert together is not None
     ended: list[list[EpisodeGraph]] = []
 
@@ -143,7 +143,7 @@ def replace_error(broken: TokenChunk) -> TokenChunk:
 
 def test_episode_that_could_not_be_taken_before_the_time_limit_is_passed_on_after_it() -> None:
     engine = Scripted([(0, chunk(7, stop_reason=StopReason.STOP))])
-    together = SiblingRunner.of(runner(engine, timeout_s=10.0))
+    together = SiblingRunner.from_runner(runner(engine, timeout_s=10.0))
     assert together is not None
     room, ended = asyncio.Semaphore(0), list[str]()
 
@@ -172,10 +172,10 @@ def test_death_of_the_engine_is_raised() -> None:
 
 def test_groups_run_one_by_one_where_an_episode_is_more_than_an_answer_of_the_policy() -> None:
     class Longer:
-        asks_prompt = True
+        begins_with_prompt = True
 
     frozen = Agents(engines={"policy": FakeEngine()})
     made = runner(Together())
     for other in ({"env": Longer()}, {"retries": 1}, {"agents": frozen}, {"engine": FakeEngine()}):
-        assert SiblingRunner.of(replace(made, **other)) is None
-    assert SiblingRunner.of(made) is not None
+        assert SiblingRunner.from_runner(replace(made, **other)) is None
+    assert SiblingRunner.from_runner(made) is not None

@@ -45,7 +45,8 @@ PIECES = st.sampled_from(
 )
 TEXTS = st.lists(PIECES, max_size=8).map("".join)
 CHATS = {
-    parser: Chat.of(char_tokenizer(LETTERS + "STOP", "{{ messages }}"), (EOS,), parser) for parser in ("hermes", "json")
+    parser: Chat.create(char_tokenizer(LETTERS + "STOP", "{{ messages }}"), (EOS,), parser)
+    for parser in ("hermes", "json")
 }
 
 

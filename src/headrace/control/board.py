@@ -82,13 +82,16 @@ class ActivityBoard:
     """The table of what each loop of the controller does. The loops update it; views and the stall watchdog read it."""
 
     def __init__(self, contracts: tuple[LoopContract, ...], clock: Clock) -> None:
-        """Create a table with one row for each of ``contracts``, whose loops have not started."""
+        """Create a table with one row for each of ``contracts``, whose loops have not started. ``clock`` measures the
+        waits."""
         self._clock = clock
         self._rows = {
             contract.name: _LoopRow(contract=contract, what=NOT_STARTED, since=clock.now()) for contract in contracts
         }
         self._progress_at = clock.now()
+        """The time at which the run last made progress, in seconds on the clock."""
         self._request_numbers = count()
+        """The numbers of the requests that will be added."""
 
     @property
     def all_started(self) -> bool:
@@ -96,12 +99,12 @@ class ActivityBoard:
         waits."""
         return all(row.what != NOT_STARTED for row in self._rows.values())
 
-    def progress(self) -> None:
+    def record_progress(self) -> None:
         """Record that the run has made progress, such as a token that arrived or a group that changed its state. The
         stall watchdog measures the time since the last call."""
         self._progress_at = self._clock.now()
 
-    def working(self, loop: str, what: str) -> None:
+    def set_working(self, loop: str, what: str) -> None:
         """Set the row of the loop named ``loop``: it works on ``what`` from now on."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), ""
@@ -161,11 +164,11 @@ class ActivityBoard:
         while True:
             if pulse() != last_pulse:
                 last_pulse = pulse()
-                self.progress()
+                self.record_progress()
             stalled = standstills()
             was_stopped, is_stopped = is_stopped, any(each.stopped for each in stalled)
             if was_stopped and not is_stopped:  # the process continues, or was replaced
-                self.progress()
+                self.record_progress()
             still_s = self._clock.now() - self._progress_at
             allowed_s = timeout_s * (STOPPED_PATIENCE if is_stopped else 1)
             if still_s >= allowed_s:
@@ -174,7 +177,7 @@ class ActivityBoard:
                     bound = f"{STOPPED_PATIENCE} times {bound}, because a process is stopped"
                 raise StallError(
                     f"nothing has moved for {still_s:.0f} s ({bound}){self._oldest_pending()}"
-                    f"{''.join(f'; {each.words}' for each in stalled)}\n{self.in_words()}",
+                    f"{''.join(f'; {each.words}' for each in stalled)}\n{self.describe()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
                 )
@@ -196,7 +199,7 @@ class ActivityBoard:
         request = min(oldest, key=lambda request: request.since)
         return f"; {request.what} has been owed by {request.provider} for {self._clock.now() - request.since:.0f} s"
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return the table as text for an error message: one line for each loop, with its current state and its
         contract."""
         lines = []

@@ -26,7 +26,7 @@ from headrace.base.types.scored import Credit, ScoredGroup
 class TrainedBranch:
     """A branch that carries loss: one row of the computation of the branches' advantages."""
 
-    place: int
+    episode_index: int
     """The index of the branch's episode among the episodes of the batch that count in a baseline."""
     pivot: int
     """The number of the pivot from which the branch starts."""
@@ -38,37 +38,41 @@ class TrainedBranch:
     """Number of sampled tokens from the start of the episode to the end of the branch."""
 
 
-def with_branches(
+def add_branch_credits(
     algo: AlgoConfig, groups: Sequence[ScoredGroup], credits: Sequence[Credit], weight: float
 ) -> Sequence[Credit]:  # fmt: skip
     """Return the credit of each episode of ``groups`` that counts in a baseline, with the advantages of branches: one
     number for each turn of an episode. ``credits`` is the credit of these episodes without branches, and is returned
     unchanged if there are no branches. ``algo`` computes the advantages, and ``weight`` is λ."""
     episodes = [episode for group in groups for episode in group.counted]
-    branches = [branch for place, episode in enumerate(episodes) for branch in trained_branches(place, episode)]
+    branches = [
+        branch
+        for episode_index, episode in enumerate(episodes)
+        for branch in find_trained_branches(episode_index, episode)
+    ]
     if not branches:
         return credits
     credit_B = algo.credit(
         Outcomes(
             rewards_E=np.array([branch.reward for branch in branches], np.float64),
-            groups_E=labels([(branch.place, branch.pivot) for branch in branches]),
+            groups_E=labels([(branch.episode_index, branch.pivot) for branch in branches]),
             lengths_E=np.array([branch.length for branch in branches], np.int64),
         )
     )
-    episode_scale, branch_scale = _scales(algo, episodes, branches)
+    episode_scale, branch_scale = _compute_scales(algo, episodes, branches)
     scaled: list[list[float]] = []
     for episode, credit in zip(episodes, credits, strict=True):
         by_turn = [credit] * len(episode.turns) if isinstance(credit, float) else credit
         scaled.append([episode_scale * advantage for advantage in by_turn])
     for branch, advantage in zip(branches, credit_B.tolist(), strict=True):
         for turn in branch.turns:
-            scaled[branch.place][turn] = weight * branch_scale * advantage
+            scaled[branch.episode_index][turn] = weight * branch_scale * advantage
     return scaled
 
 
-def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
-    """Return the branches of ``episode`` that carry loss. ``place`` is the index of the episode among the episodes of
-    the batch that count in a baseline."""
+def find_trained_branches(episode_index: int, episode: EpisodeGraph) -> list[TrainedBranch]:
+    """Return the branches of ``episode`` that carry loss. ``episode_index`` is the index of the episode among the
+    episodes of the batch that count in a baseline."""
     turns_by_branch: dict[tuple[int, int], list[int]] = {}
     for index, turn in enumerate(episode.turns):
         if turn.branch is not None and turn.branch.reward is not None:
@@ -81,20 +85,22 @@ def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
         prefix = episode.path(turns[0])[:-1]
         length = sum(episode.turns[turn].tokens.num_sampled for turn in (*prefix, *turns))
         branches.append(
-            TrainedBranch(place=place, pivot=pivot, reward=branch.reward, turns=tuple(turns), length=length)
+            TrainedBranch(
+                episode_index=episode_index, pivot=pivot, reward=branch.reward, turns=tuple(turns), length=length
+            )
         )
     return branches
 
 
-def _scales(
+def _compute_scales(
     algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[TrainedBranch]
 ) -> tuple[float, float]:
-    """Return the factor for the advantages of the episodes and the factor for the advantages of the branches. With
+    """Return the factor for the advantages of ``episodes`` and the factor for the advantages of ``branches``. With
     these factors, each loss term is its own mean although both share the denominator of the step. This is exact for
     reductions in which the weight of a token does not depend on the other tokens of its episode or prompt."""
     trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
     if not isinstance(algo.reduction, TokenMean):  # reductions over sequences, where each branch is one sequence
-        num_branches = sum(trained[branch.place] for branch in branches)
+        num_branches = sum(trained[branch.episode_index] for branch in branches)
         return 1.0, sum(trained) / max(1, num_branches)
     episode_tokens = branch_tokens = 0
     for episode in (episode for episode, is_trained in zip(episodes, trained, strict=True) if is_trained):

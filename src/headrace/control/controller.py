@@ -37,7 +37,7 @@ from headrace.control.parts import Components
 from headrace.control.probe import measure_mismatch, refuse_unexplained
 from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
-from headrace.control.state import RunState, trainer_state
+from headrace.control.state import RunState, make_trainer_state
 from headrace.flow import Flow
 from headrace.flow.columns import ColumnFiles
 from headrace.flow.ledger import Ledger, LedgerWriter
@@ -68,8 +68,9 @@ class Controller:
         """Create the loops. ``parts`` are the components that they use. ``ledger`` is read to resume the run, and
         ``writer`` appends to the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
-        flow = _flow_of(parts, settings, writer, self._pick_row)
+        flow = _make_flow(parts, settings, writer, self._pick_row)
         self._order = settings.order
+        """The function that returns the dataset row of a group if there is no curriculum."""
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
             parts=parts,
@@ -80,12 +81,13 @@ class Controller:
             metrics=RunMetrics(parts, flow, num_steps=run.steps, env_column=settings.env_column),
             curriculum=settings.curriculum,
         )
-        observers.add_span_source(self.state.metrics.attempts.spans)
+        observers.add_span_source(self.state.metrics.attempts.pop_spans)
         self._ledger = ledger
         self._writer = writer
         finished: FinishedEpisodes = asyncio.Queue(maxsize=2 * config.groups_per_step * config.group_size)
         self._fingerprint = settings.fingerprint
         self._largest_gap = settings.largest_gap
+        """The largest mean gap between the logprobs of engine and learner that rounding explains, in nats."""
         self._saver = Saver(self.state, fingerprint=settings.fingerprint)
         self._sync = SyncLoop(self.state)
         self._scoring = ScoringLoop(self.state, finished)
@@ -96,7 +98,7 @@ class Controller:
             samples=run.eval_samples,
             temperature=run.eval_temperature,
             run_seed=run.seed,
-            trainer=partial(trainer_state, self.state),
+            trainer=partial(make_trainer_state, self.state),
         )
         self._eval_after: float | None = None
         """The mean reward on the held-out tasks after training; ``None`` if it was not evaluated."""
@@ -114,10 +116,10 @@ class Controller:
         state = self.state
         return state.metrics.live(phase=state.phase, waits=state.board.table(), warnings=state.warnings)
 
-    def stop(self, by: str = "") -> None:
+    def stop(self, signal_name: str = "") -> None:
         """Request the run to stop when the steps that are already ordered are done, with a checkpoint from which it can
-        resume. ``by`` is the name of the signal that was received; empty for any other reason."""
-        self.state.request_stop(by)
+        resume. ``signal_name`` is the name of the signal that was received; empty for any other reason."""
+        self.state.request_stop(signal_name)
 
     async def run(self, start: StartingPoint) -> Summary:
         """Run from ``start`` to the last step, watched by the stall watchdog, and return the summary. If this raises,
@@ -136,8 +138,8 @@ class Controller:
         return summary
 
     async def _run(self, start: StartingPoint) -> Summary:
-        """Restore the state of the starting point, publish the first weights, train until the run ends, and return its
-        summary."""
+        """Restore the state of the starting point ``start``, publish the first weights, train until the run ends, and
+        return its summary."""
         state = self.state
         self._note("start", f"step {start.step}")
         if start.fingerprint not in ("", self._fingerprint):
@@ -162,8 +164,8 @@ class Controller:
         return self.summary(status, cause)
 
     async def _evaluate_and_train(self, start: StartingPoint) -> str:
-        """Compare engine and learner, evaluate, train to the last step, and evaluate again. Return the reason why the
-        run ended before its last step; empty if it reached the last step or was requested to stop."""
+        """Compare engine and learner, evaluate, train from ``start`` to the last step, and evaluate again. Return the
+        reason why the run ended before its last step; empty if it reached the last step or was requested to stop."""
         state = self.state
         await self._compare_engine_and_learner(start.step)
         if start.memory.eval_before is None:
@@ -206,7 +208,7 @@ class Controller:
     async def _publish_first(self, version: int) -> None:
         """Publish the initial weights of the run as ``version``, and wait until the engines have committed them."""
         self.state.phase = "publishing the first weights"
-        self.state.board.working("sync", f"version {version}")
+        self.state.board.set_working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
         await self._sync.deliver(publication)
         self.state.metrics.first_weights_committed()
@@ -261,7 +263,7 @@ class Controller:
     def _count_eval_tokens(self, tokens: int) -> None:
         """Record that ``tokens`` tokens of an evaluation have arrived: report progress to the watchdog and, during
         training, count them separately from the tokens for training."""
-        self.state.board.progress()
+        self.state.board.record_progress()
         if self.state.phase == "training":
             self.state.metrics.eval_sampled(tokens)
 
@@ -296,7 +298,7 @@ class Controller:
         """Record that a part of the run has died and is being restarted or, if ``recovery`` has a duration, that it is
         available again."""
         state = self.state
-        state.board.progress()
+        state.board.record_progress()
         if recovery.seconds is None:
             self._note(RECOVERY, str(recovery))
             state.observers.event(Event(wall_s=state.metrics.wall_s, text=str(recovery), level="warning"))
@@ -308,7 +310,7 @@ class Controller:
         """Record what became of an engine while the run goes on; ``text`` says which. An engine that was not added
         (``changed`` is false) leaves no note, since the run is as it was, and can be replayed. Each loss of an engine
         (``lost``) is a warning, whose kind is the text before the comma, such as ``engine-1 is lost``."""
-        self.state.board.progress()
+        self.state.board.record_progress()
         if changed:
             self._note(ENGINES, text)
         if lost:
@@ -322,10 +324,11 @@ class Controller:
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))
 
 
-def _flow_of(
+def _make_flow(
     parts: Components, settings: ControlSettings, writer: LedgerWriter, pick_row: Callable[[int], int | None]
 ) -> Flow:
-    """Return the flow of a run, with the files of its store. ``pick_row`` returns the row of a new group."""
+    """Return the flow of a run with the ``settings``, and with the files of its store, which are in the run directory
+    of ``parts``. ``writer`` appends to the ledger, and ``pick_row`` returns the row of a new group."""
     store, columns = parts.run_dir / COLUMNS, settings.flow.columns
     return Flow(
         settings.flow,

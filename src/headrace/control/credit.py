@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph, get_role
 from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.base.types.tokens import Tokens
-from headrace.control.branches import with_branches
+from headrace.control.branches import add_branch_credits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class CreditShare:
     """One row of the computation of advantages: an episode, or one agent in an episode. Its reward is compared with the
     rewards of other shares."""
 
-    place: int
+    episode_index: int
     """The index of the share's episode among the episodes of the batch that count in a baseline."""
     episode: EpisodeGraph
     """The episode to which the share belongs."""
@@ -58,17 +58,18 @@ def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: fl
     """Return the credit of every episode of ``groups``, the groups of a batch, that counts in a baseline, in order.
     Masked episodes, which are not trained, are included.
 
-    An episode's credit is one advantage, or one for each of its turns if ``algo.advantage.by_turn`` is set, if agents
-    have rewards of their own, or if turns are segments or belong to branches. ``branch_weight`` is the weight of the
-    loss of branches. Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
+    ``algo`` are the settings of the algorithm, which computes the advantages. An episode's credit is one advantage, or
+    one for each of its turns if ``algo.advantage.by_turn`` is set, if agents have rewards of their own, or if turns are
+    segments or belong to branches. ``branch_weight`` is the weight of the loss of branches. Raises
+    :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
-    return with_branches(algo, groups, _episode_credits(algo, groups), branch_weight)
+    return add_branch_credits(algo, groups, _episode_credits(algo, groups), branch_weight)
 
 
 def _episode_credits(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
     """Return the credit of every episode that counts in a baseline, as :func:`credit` does, but without the credit of
     branches."""
-    shares = shares_of(groups)
+    shares = split_into_shares(groups)
     by_agent = any(share.agent for share in shares)  # some agents have their own rewards
     if by_agent and algo.advantage.by_critic:
         raise ConfigError(
@@ -97,18 +98,18 @@ def _episode_credits(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequenc
     credits = [[0.0] * len(episode.turns) for episode in counted]
     for share, by_turn in zip(shares, credits_by_share, strict=True):
         for turn, advantage in by_turn.items():
-            credits[share.place][turn] = advantage
+            credits[share.episode_index][turn] = advantage
     return credits
 
 
-def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
+def split_into_shares(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
     """Return the shares of every episode of ``groups`` that counts in a baseline. If an episode of a group has rewards
-    by agent, each other episode of the group is also split by agent; where it has no rewards by agent, each of its
-    agents gets the reward of the episode."""
+    by agent, each other episode of the group is also split by agent; if that episode has no rewards by agent, each of
+    its agents gets the reward of the episode."""
     counted = [(episode, group) for group in groups for episode in group.counted]
     split_groups = {group.number for episode, group in counted if episode.agent_rewards}
     shares: list[CreditShare] = []
-    for place, (episode, group) in enumerate(counted):
+    for episode_index, (episode, group) in enumerate(counted):
         assert episode.reward is not None
         turns = _trainable_turns(episode)
         by_agent: dict[str, list[int]] = {}
@@ -121,7 +122,13 @@ def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
             by_agent[""] = turns or [len(episode.turns) - 1]
             rewards = {"": episode.reward}
         shares += [
-            CreditShare(place=place, episode=episode, agent=agent, reward=reward, turns=tuple(by_agent.get(agent, ())))
+            CreditShare(
+                episode_index=episode_index,
+                episode=episode,
+                agent=agent,
+                reward=reward,
+                turns=tuple(by_agent.get(agent, ())),
+            )
             for agent, reward in rewards.items()
         ]
     return shares
@@ -138,7 +145,7 @@ def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
 
 def _turn_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
     """Return, for each share, the advantage of each of its turns, by the index of the turn, for an advantage that
-    compares turns. ``scores`` has one row for each share.
+    compares turns. ``algo`` computes the advantages, and ``scores`` has one row for each of ``shares``.
 
     The reward of a turn is the reward that the environment returned for it; the last turn of a share also gets the rest
     of the share's (shaped) reward. Turns are compared by their state, which is the observation before the turn.
@@ -152,7 +159,7 @@ def _turn_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outco
         if turn_rewards:
             turn_rewards[-1] += reward - sum(turn_rewards)
         rewards += turn_rewards
-        states += [_state_key(share.episode, turn, place) for place, turn in enumerate(share.turns)]
+        states += [_state_key(share.episode, turn, position) for position, turn in enumerate(share.turns)]
     owners = np.repeat(np.arange(len(shares)), [len(share.turns) for share in shares])
     credit_R = algo.advantage(
         Outcomes(
@@ -168,7 +175,7 @@ def _turn_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outco
 
 def _segment_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
     """Return, for each share, the advantage of each of its segments, by the index of the turn, since each turn is one
-    segment. ``scores`` has one row for each share.
+    segment. ``algo`` computes the advantages, and ``scores`` has one row for each of ``shares``.
 
     The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is defined on tokens; all tokens of a segment get the
     same advantage.
@@ -188,9 +195,9 @@ def _segment_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Ou
     starts = iter(np.cumsum([0, *counts]).tolist())
     credits: list[dict[int, float]] = []
     for share in shares:
-        places = [(turn, next(starts)) for turn in share.turns]
+        first_tokens = [(turn, next(starts)) for turn in share.turns]
         credits.append(
-            {turn: float(credit_N[start]) for turn, start in places if len(share.episode.turns[turn].tokens)}
+            {turn: float(credit_N[start]) for turn, start in first_tokens if len(share.episode.turns[turn].tokens)}
         )
     return credits
 
@@ -205,22 +212,22 @@ def _trainable_turns(episode: EpisodeGraph) -> list[int]:
     ]
 
 
-def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:
+def _state_key(episode: EpisodeGraph, turn: int, position: int) -> object:
     """Return a key for the observation before a turn: turns of a group with equal keys are compared. ``turn`` is the
     index of the turn in ``episode``. The key consists of the tokens between the turn and the previous sampled turn; if
-    there are none, it is ``place``, the position of the turn in its share."""
+    there are none, it is ``position``, the position of the turn in its share."""
     observed: list[bytes] = []
     index = episode.turns[turn].parent
     while index is not None and not episode.turns[index].tokens.sampled_T.any():
         observed.append(episode.turns[index].tokens.ids_T.tobytes())
         index = episode.turns[index].parent
-    return tuple(observed) or place
+    return tuple(observed) or position
 
 
-def segment_starts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
-    """Return the function that cuts a turn into segments. It receives the tokens of a turn and returns the index of the
-    first token of each segment except the first one; these are the tokens with the highest entropies. Return ``None``
-    if the advantage does not use segments."""
+def make_segmenter(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
+    """Return the function that cuts a turn into segments, with the settings ``algo``. It receives the tokens of a turn
+    and returns the index of the first token of each segment except the first one; these are the tokens with the highest
+    entropies. Return ``None`` if the advantage does not use segments."""
     advantage = algo.advantage
     if not isinstance(advantage, Prpo):
         return None

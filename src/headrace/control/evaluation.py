@@ -30,17 +30,17 @@ from headrace.control.parts import Serving
 from headrace.control.turns import ProcessRewards, assign_reward
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
-"""Greatest number of attempts that run at the same time, enough to use a single engine fully."""
+"""Maximum number of attempts that run at the same time, enough to use a single engine fully."""
 CERTAINTY = 0.95
 """The confidence level of intervals."""
 _Z = NormalDist().inv_cdf((1 + CERTAINTY) / 2)
 """The quantile of the standard normal distribution for this confidence level."""
 
-Keep = Callable[[EpisodeGraph], Awaitable[None]]
+OnAttempt = Callable[[EpisodeGraph], Awaitable[None]]
 """A function that is called with each attempt after it was scored or has failed. The key of the attempt contains the
 index of the task and the index of the attempt."""
 
@@ -53,7 +53,7 @@ class EvaluationListener:
     """Called with the number of tokens that have arrived; 0 for progress of another kind."""
     warn: Callable[[str], None]
     """Called with warnings for users."""
-    keep: Keep | None = None
+    on_attempt: OnAttempt | None = None
     """Called with each attempt; ``None``: the caller does not need single attempts."""
 
 
@@ -62,6 +62,7 @@ class _EvaluationRun:
     """The objects that all attempts of one evaluation share."""
 
     listener: EvaluationListener
+    """The callbacks to which the evaluation reports."""
     runner: EpisodeRunner
     """The runner of its episodes."""
     turns: ProcessRewards | None
@@ -95,10 +96,13 @@ class Evaluator:
         if temperature is not None:
             sampling = msgspec.structs.replace(sampling, temperature=temperature)
         self._parts = parts
-        self._samples = samples
+        self._num_samples = samples
+        """The number of attempts at each task."""
         self._sampling = sampling
+        """The sampling parameters of the attempts."""
         self._run_seed = run_seed
         self._trainer = trainer
+        """The function that returns the trainer state at a version of the weights."""
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
         """Attempt all held-out tasks and return the mean reward; ``None`` if there are no held-out tasks. ``on_tokens``
@@ -106,7 +110,7 @@ class Evaluator:
         if not self._parts.eval_tasks:
             return None
         rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
-        return mean_of([sum(task) / len(task) for task in rewards]).value
+        return estimate_mean([sum(task) / len(task) for task in rewards]).value
 
     async def rewards(self, listener: EvaluationListener) -> list[list[float]]:
         """Attempt all held-out tasks and return the reward of every attempt, one list for each task. The reward of a
@@ -122,12 +126,12 @@ class Evaluator:
                     turn_parts, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._current_trainer_state()
                 )
             gate = asyncio.Semaphore(MAX_AT_ONCE)
-            run = _EvaluationRun(listener=listener, runner=self._runner(listener, turns), turns=turns, gate=gate)
+            run = _EvaluationRun(listener=listener, runner=self._make_runner(listener, turns), turns=turns, gate=gate)
             rows = [group.create_task(self._run_task(run, row)) for row in range(len(parts.eval_tasks))]
         episodes = [row.result() for row in rows]
         failures = Counter(e.cause for row in episodes for e in row if e.status is not EpisodeStatus.SCORED)
-        self._warn_of_failures(failures, len(rows) * self._samples, listener.warn)
-        for label, counts in run.reward_counts.failing().items():
+        self._warn_of_failures(failures, len(rows) * self._num_samples, listener.warn)
+        for label, counts in run.reward_counts.get_failing().items():
             listener.warn(f"held-out attempts: the reward {label!r}, which counts as its default then, {counts}")
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
@@ -139,13 +143,13 @@ class Evaluator:
             return
         cause, times = failures.most_common(1)[0]
         if failures.total() == num_attempts:
-            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy=remedy_of(cause))
+            raise EnvError(f"no held-out task could be scored; most failed with {cause}", remedy=find_remedy(cause))
         failed = failures.total()
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
-    def _runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
-        """Return the runner of evaluation episodes. ``turns``, if not ``None``, computes the process reward of each
-        turn when the turn ends."""
+    def _make_runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
+        """Return the runner of evaluation episodes, which reports arrived tokens to ``listener``. ``turns``, if not
+        ``None``, computes the process reward of each turn when the turn ends."""
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
@@ -171,7 +175,7 @@ class Evaluator:
     async def _run_task(self, run: _EvaluationRun, row: int) -> list[EpisodeGraph]:
         """Run and score all attempts at the held-out task with the index ``row``, and return their episodes."""
         async with asyncio.TaskGroup() as group:
-            attempts = [group.create_task(self._run_attempt(run, row, sample)) for sample in range(self._samples)]
+            attempts = [group.create_task(self._run_attempt(run, row, sample)) for sample in range(self._num_samples)]
         episodes = [attempt.result() for attempt in attempts]
         unscored = [episode for episode in episodes if episode.status is EpisodeStatus.FINISHED]
         if unscored:  # a scorer of whole groups scores all attempts at a task together
@@ -187,7 +191,7 @@ class Evaluator:
             if episode.status is not EpisodeStatus.FINISHED:
                 if run.turns is not None:
                     run.turns.forget(episode.key)
-                await self._keep(run, episode)
+                await self._report_attempt(run, episode)
             elif episode.reward is not None:  # the environment has returned the reward
                 await self._grade(run, episode, Graded(reward=episode.reward))
             elif not parts.scorer.by_group:
@@ -200,8 +204,8 @@ class Evaluator:
         ids = tuple(completion_ids(episode) for episode in episodes)
         context = ScoringContext(completion_ids=ids, trainer=self._current_trainer_state())
         scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
-        for place, episode in enumerate(episodes):
-            await self._grade(run, episode, scores.of(place))
+        for index, episode in enumerate(episodes):
+            await self._grade(run, episode, scores.get_graded(index))
 
     def _current_trainer_state(self) -> TrainerState:
         """Return the trainer state at the version that the engine uses now."""
@@ -213,16 +217,16 @@ class Evaluator:
         if run.turns is not None:
             graded = await run.turns.add(episode, graded)
         if graded.reward is not None:  # otherwise the failure of the attempt is reported instead
-            run.reward_counts.add(graded, lambda words, kind: None)  # reported once, at the end of the evaluation
+            run.reward_counts.add(graded, lambda text, kind: None)  # reported once, at the end of the evaluation
         assign_reward(episode, graded)
-        await self._keep(run, episode)
+        await self._report_attempt(run, episode)
 
-    async def _keep(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
+    async def _report_attempt(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
         """Report an attempt that has its reward, or has failed, to the listener, and then free the memory of its
         turns."""
         run.listener.on_tokens(0)  # a reward is progress without tokens
-        if run.listener.keep is not None:
-            await run.listener.keep(episode)
+        if run.listener.on_attempt is not None:
+            await run.listener.on_attempt(episode)
         episode.turns.clear()  # so that the memory of thousands of attempts is not needed until the end
 
 
@@ -235,7 +239,7 @@ def completion_ids(episode: EpisodeGraph) -> IntColumn:
 
 def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
     """Return the text that reward functions score: the last turn of ``episode`` that the policy sampled, without the
-    stop token."""
+    stop token. ``parts`` decodes the tokens."""
     ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
@@ -274,11 +278,11 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
     return math.comb(num_passed, k) / math.comb(num_attempts, k)
 
 
-def mean_of(figures: Sequence[float]) -> IntervalEstimate:
+def estimate_mean(figures: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``figures``, one number for each task, with a 95 % interval (normal approximation) from their
     variance; there is no interval for a single task.
 
-    >>> mean_of([1.0, 2.0, 3.0])
+    >>> estimate_mean([1.0, 2.0, 3.0])
     IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
     """
     value = fmean(figures)
@@ -288,14 +292,14 @@ def mean_of(figures: Sequence[float]) -> IntervalEstimate:
     return IntervalEstimate(value=value, low=value - half, high=value + half)
 
 
-def share_of(tasks: Sequence[float]) -> IntervalEstimate:
+def estimate_share(tasks: Sequence[float]) -> IntervalEstimate:
     """Return the mean of ``tasks``, one number between 0 and 1 for each task, with Wilson's 95 % interval (1927), which
     is within these bounds; there is no interval for a single task.
 
     The interval uses the effective number of tasks, which is computed from their variance (Korn and Graubard 1998). If
     all numbers are equal, or the mean is 0 or 1, it is the number of tasks.
 
-    >>> share_of([0.0] * 10)
+    >>> estimate_share([0.0] * 10)
     IntervalEstimate(value=0.0, low=0.0, high=0.277...)
     """
     value, count = fmean(tasks), float(len(tasks))

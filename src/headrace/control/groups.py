@@ -47,7 +47,7 @@ class OpenGroup:
     running: dict[int, Withdrawal] = field(default_factory=dict)
     """The handle that cancels an episode, for each running episode, by place."""
     num_finished: int = 0
-    """Number of finished episodes that belong to the group. Failed, cancelled and left-out episodes are not counted."""
+    """Number of finished episodes that belong to the group. Failed, cancelled and excluded episodes are not counted."""
 
     @property
     def complete(self) -> bool:
@@ -66,14 +66,13 @@ class OpenGroup:
         return tuple(self.episodes[place] for place in sorted(self.episodes))
 
     def record_finished(self, episode: EpisodeGraph) -> None:
-        """Count a finished episode. If enough episodes had finished before it, mark it as left out. If it is the last
-        episode that was needed, cancel the running episodes."""
+        """Count ``episode``, which has finished. If enough episodes had finished before it, mark it as redundant. If it
+        is the last episode that was needed, cancel the running episodes."""
         if self.has_enough:
             episode.status, episode.cause = EpisodeStatus.LEFT_OUT, REDUNDANT
             return
         self.num_finished += 1
-        # If this episode was the last that was needed, the running episodes are not needed.
-        if self.has_enough:
+        if self.has_enough:  # this episode was the last that was needed
             for withdrawal in self.running.values():
                 withdrawal.withdraw(REDUNDANT)
 
@@ -100,22 +99,22 @@ def close_group(
     filters: Sequence[FilterSection],
     context: FilterContext,
 ) -> ClosedGroup:
-    """Return the decision whether a group is trained or dropped. ``episodes`` are its episodes, which have all ended.
-    The group is dropped if fewer than ``min_episodes`` of them are scored, or if a filter drops it. ``context`` is
-    passed to the filters."""
+    """Return the decision whether the group ``number`` is trained or dropped. ``episodes`` are its episodes, which have
+    all ended. The group is dropped if fewer than ``min_episodes`` of them are scored, or if one of ``filters`` drops
+    it. ``context`` is passed to the filters."""
     unfiltered_group = ScoredGroup(number=number, episodes=undo_filters(episodes))
     if len(unfiltered_group.scored) < min_episodes:
-        return ClosedGroup(group=unfiltered_group, reason=commonest_cause(episodes))
+        return ClosedGroup(group=unfiltered_group, reason=find_commonest_cause(episodes))
     filtered = apply_filters(unfiltered_group, filters, min_episodes=min_episodes, context=context)
     if filtered.dropped:
         return ClosedGroup(group=unfiltered_group, reason=filtered.dropped, dropped_by=filtered.by)
-    # Filters do not reorder episodes; they set the status of episodes that they leave out or mask.
+    # Filters do not reorder episodes; they set the status of episodes that they exclude or mask.
     pairs = zip(episodes, filtered.group.episodes, strict=True)
     changed = tuple(after for before, after in pairs if (before.status, before.cause) != (after.status, after.cause))
     return ClosedGroup(group=filtered.group, changed=changed)
 
 
-def commonest_cause(episodes: Sequence[EpisodeGraph]) -> str:
+def find_commonest_cause(episodes: Sequence[EpisodeGraph]) -> str:
     """Return the most frequent reason of the failed episodes, without the details after the colon; ``too_few_episodes``
     if no episode has failed."""
     causes = Counter(episode.cause.partition(":")[0] for episode in episodes if episode.status is EpisodeStatus.FAILED)
@@ -139,7 +138,7 @@ class ZeroSignalCounter:
     """A counter of the groups that filters have dropped in a row, since the last group that was kept. It raises an
     error that ends the run after too many of them. The scoring loop owns it."""
 
-    most: int
+    max_dropped: int
     """Number of dropped groups in a row after which the run ends."""
     reasons: Counter[str] = field(default_factory=Counter)
     """Number of dropped groups, by reason."""
@@ -164,18 +163,19 @@ class ZeroSignalCounter:
         self.reasons.clear()
         self.num_rewards, self.reward_sum, self.lowest, self.highest = 0, 0.0, math.inf, -math.inf
 
-    def record_dropped(self, reason: str, by: FilterSection, rewards: Sequence[float]) -> None:
-        """Count a group that the filter ``by`` dropped for ``reason``; ``rewards`` are the rewards of its episodes, at
-        least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``most`` groups in a row were dropped."""
+    def record_dropped(self, reason: str, dropped_by: FilterSection, rewards: Sequence[float]) -> None:
+        """Count a group that the filter ``dropped_by`` dropped for ``reason``; ``rewards`` are the rewards of its
+        episodes, at least one. Raises :class:`~headrace.base.errors.NothingToLearn` when ``max_dropped`` groups in a
+        row were dropped."""
         self.reasons[reason] += 1
         self.num_rewards += len(rewards)
         self.reward_sum += sum(rewards)
         self.lowest, self.highest = min(self.lowest, *rewards), max(self.highest, *rewards)
-        self.advice[reason] = by.advice
-        if self.length >= self.most:
-            raise NothingToLearn(self.in_words(), remedy=self._remedy())
+        self.advice[reason] = dropped_by.advice
+        if self.length >= self.max_dropped:
+            raise NothingToLearn(self.describe(), remedy=self._remedy())
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return a sentence with the number of groups dropped in a row, by reason, and their rewards."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
         return f"filters dropped {self.length} groups in a row and kept none: {reasons}; {self._describe_rewards()}"

@@ -14,7 +14,7 @@ from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
 
 MAX_KEPT_SPANS = 4096
-"""Greatest number of spans that are collected before they are sent to the observers."""
+"""Maximum number of spans that are collected before they are sent to the observers."""
 
 
 class Observer(Protocol):
@@ -50,7 +50,9 @@ class Observers:
         """Create the forwarding observer. ``observers`` are the observers that receive everything, in this order."""
         self._observers = tuple(observers)
         self._spans: list[Span] = []
+        """The spans that were collected and not forwarded yet."""
         self._sources: list[Callable[[], list[Span]]] = []
+        """The functions that return the spans since their last calls."""
 
     def add_span_source(self, source: Callable[[], list[Span]]) -> None:
         """Add a source of spans: ``source`` is called whenever spans are forwarded, and returns the spans since its
@@ -105,13 +107,15 @@ class BusyLane:
 
     def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
         """Create an idle lane. ``lane`` is the name of the lane and ``name`` the name of its spans, which are reported
-        to ``observers``."""
+        to ``observers``. ``clock`` measures them."""
         self._lane = lane
         self._name = name
         self._observers = observers
         self._clock = clock
         self._num_working = 0
+        """The number of tasks that work in the lane."""
         self._since_s = 0.0
+        """The start of the current span, in seconds on the clock."""
         observers.add_span_source(self._spans_so_far)
 
     def __enter__(self) -> None:

@@ -42,7 +42,7 @@ class Serving:
     sampling: Sampling
     """The sampling settings of training; the seed is replaced for every turn."""
     max_context: int
-    """Greatest number of tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
     decode: Callable[[Sequence[int]], str]
     """A function that converts the token ids of a completion into the text that is scored."""
     agents: Agents = POLICY_ALONE
@@ -59,7 +59,7 @@ class Serving:
     """A function that cuts a turn into segments, each of which gets a process reward: it returns the index of the first
     token of each segment except the first one. ``None``: whole turns get process rewards."""
     episode_retries: int = 0
-    """Greatest number of times that an episode is repeated after its environment failed."""
+    """Maximum number of times that an episode is repeated after its environment failed."""
     work_signs: Callable[[], int] = lambda: 0
     """A function that returns a count which increases while processes work that report no other progress."""
     standstills: Callable[[], Sequence[Standstill]] = tuple

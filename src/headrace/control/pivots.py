@@ -89,6 +89,7 @@ class SampledTurns:
     to fork a branch from a request."""
 
     _turns: dict[EpisodeKey, dict[int, list[TokenChunk]]] = field(default_factory=dict)
+    """The chunks of each sampled turn, by the key of the episode and the number of the turn."""
 
     def add(self, part: TokenChunk) -> None:
         """Append tokens of a turn that have arrived. If ``part.lost`` says that earlier tokens of the turn are invalid,
@@ -111,17 +112,20 @@ class PivotResampler:
     it."""
 
     def __init__(self, state: RunState, config: PivotConfig, *, score_attempts: ScoreAttempts, on_turn: OnTurn) -> None:
-        """Create the resampler. ``config`` are the settings of pivots. ``score_attempts`` scores the attempts at one
-        pivot, and ``on_turn`` is called with each turn that an attempt samples."""
+        """Create the resampler. ``state`` is the state of the run, and ``config`` are the settings of pivots.
+        ``score_attempts`` scores the attempts at one pivot, and ``on_turn`` is called with each turn that an attempt
+        samples."""
         self._state = state
         self._config = config
         self._score_attempts = score_attempts
         self._on_turn = on_turn
         self._chooser = PivotChooser(config)
+        """The object that chooses pivots, by the outcomes of earlier ones."""
         self._outcomes: dict[int, list[tuple[float, bool]]] = {}
         """Outcomes (depth of the pivot, success) that were not passed to the chooser yet, by the number of the
         group."""
         self.sampled_turns = SampledTurns()
+        """The sampled turns of the episodes that have no score yet."""
 
     async def add_branches(self, group: OpenGroup, episode: EpisodeGraph) -> None:
         """If ``episode``, a scored episode of ``group``, has failed (its reward is at most ``threshold``), add branches
@@ -131,7 +135,7 @@ class PivotResampler:
         reward = episode.reward
         if episode.status is not EpisodeStatus.SCORED or reward is None or reward > self._config.threshold:
             return
-        points = self._pivot_points(episode, sampled)
+        points = self._choose_points(episode, sampled)
         if not points:
             return
         with self._state.board.requesting(
@@ -181,7 +185,7 @@ class PivotResampler:
                 for depth, success in self._outcomes.pop(number):
                     self._chooser.learn(depth, success)
 
-    def _pivot_points(self, episode: EpisodeGraph, sampled: Sequence[TokenChunk]) -> list[_PivotPoint]:
+    def _choose_points(self, episode: EpisodeGraph, sampled: Sequence[TokenChunk]) -> list[_PivotPoint]:
         """Choose the pivots of an episode, among the tokens of its sampled turns that carry loss, and return them in
         order. ``sampled`` are the chunks of its sampled turns, in order."""
         turns = episode.turns
@@ -210,7 +214,8 @@ class PivotResampler:
         return points
 
     async def _run_attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
-        """Run, score and check the attempts at one pivot of an episode, and return them."""
+        """Run, score and check the attempts at the pivot ``point`` of ``episode``, an episode of ``group``, and return
+        them."""
         async with asyncio.TaskGroup() as tasks:
             attempt_tasks = [
                 tasks.create_task(self._run_attempt(group.task, episode, point, branch))
@@ -223,16 +228,17 @@ class PivotResampler:
         return attempts
 
     async def _run_attempt(self, task: Task, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeGraph:
-        """Run the attempt number ``branch`` at one pivot: repeat the episode up to the pivot and continue it with other
-        random numbers. Return the attempt as a separate episode with its own key."""
+        """Run the attempt number ``branch`` at the pivot ``point``: repeat ``episode``, an attempt at ``task``, up to
+        the pivot and continue it with other random numbers. Return the attempt as a separate episode with its own
+        key."""
         state, parts = self._state, self._state.parts
-        own_key, name = self._key(episode, point, branch), f"{point.number}/{branch}"
+        own_key, name = self._make_key(episode, point, branch), f"{point.number}/{branch}"
         runner = EpisodeRunner(
             engine=Forking(parts.engine, parent=point.parent, name=name, on_prefix=self._count_prefix_sampling),
             env=parts.env,
             sampling=parts.sampling,
             run_seed=state.run.seed,
-            on_tokens=lambda _: state.board.progress(),
+            on_tokens=lambda _: state.board.record_progress(),
             on_turn=lambda _, prompt_ids_T, turn: self._on_turn(own_key, task, prompt_ids_T, turn),
             note=lambda text: state.warn(text, kind=text),
             agents=parts.agents,
@@ -245,9 +251,9 @@ class PivotResampler:
         attempt.key = own_key
         return attempt
 
-    def _key(self, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeKey:
-        """Return the key of the attempt number ``branch`` at a pivot. Its place is negative, so that the key differs
-        from the keys of the group's episodes."""
+    def _make_key(self, episode: EpisodeGraph, point: _PivotPoint, branch: int) -> EpisodeKey:
+        """Return the key of the attempt number ``branch`` at the pivot ``point`` of ``episode``. Its place is negative,
+        so that the key differs from the keys of the group's episodes."""
         pivot = episode.key.place * self._config.per_episode + point.number
         return EpisodeKey(episode.key.group, -1 - pivot * self._config.branches - branch)
 
@@ -258,7 +264,8 @@ class PivotResampler:
         self._state.warn(text, kind=text)
 
     def _mark_untrained(self, episode: EpisodeGraph, point: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
-        """Set ``untrained`` of each attempt at one pivot that cannot be compared with the other attempts."""
+        """Set ``untrained`` of each of ``attempts``, made at the pivot ``point`` of ``episode``, that cannot be
+        compared with the other attempts."""
         index, position = point.turn, point.pivot.num_tokens_before
         for attempt in attempts:
             if not repeats(episode.turns, index, position, attempt.episode.turns):
@@ -278,9 +285,9 @@ class PivotResampler:
     def _graft_branches(
         self, episode: EpisodeGraph, original: Sequence[Turn], point: _PivotPoint, attempts: Sequence[_PivotAttempt]
     ) -> None:  # fmt: skip
-        """Add the attempts at one pivot to the episode's graph as branches. The branches of all later pivots must have
-        been added before. ``original`` are the turns of the episode without branches. An attempt that does not repeat
-        the episode up to the pivot is not added."""
+        """Add ``attempts``, made at the pivot ``point``, to the graph of ``episode`` as branches. The branches of all
+        later pivots must have been added before. ``original`` are the turns of the episode without branches. An attempt
+        that does not repeat the episode up to the pivot is not added."""
         index, position = point.turn, point.pivot.num_tokens_before
         fitting = [pair for pair in enumerate(attempts) if repeats(original, index, position, pair[1].episode.turns)]
         if fitting:
@@ -297,13 +304,15 @@ class PivotResampler:
         for attempt in attempts:
             if attempt.untrained:
                 self._count(attempt.untrained, 1)
-                why = attempt.episode.cause or attempt.untrained
-                self._state.warn(f"branches carry no loss: {why}", kind=f"branches carry no loss: {attempt.untrained}")
+                cause = attempt.episode.cause or attempt.untrained
+                self._state.warn(
+                    f"branches carry no loss: {cause}", kind=f"branches carry no loss: {attempt.untrained}"
+                )
 
-    def _count(self, name: str, by: int) -> None:
-        """Add ``by`` to the metric ``pivots/{name}`` of the next step."""
-        if by:
-            self._state.metrics.count(f"pivots/{name}", by)
+    def _count(self, name: str, amount: int) -> None:
+        """Add ``amount`` to the metric ``pivots/{name}`` of the next step."""
+        if amount:
+            self._state.metrics.count(f"pivots/{name}", amount)
 
 
 def _find_chunk(turn: Turn, prompt: str, sampled: Sequence[TokenChunk]) -> TokenChunk | None:

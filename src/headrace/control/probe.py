@@ -22,9 +22,9 @@ from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
 NUM_PROBES = 8
-"""Greatest number of answers that are compared."""
+"""Maximum number of answers that are compared."""
 MAX_PROBE_TOKENS = 64
-"""Greatest number of tokens of each answer."""
+"""Maximum number of tokens of each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,7 @@ class Mismatch:
     """The gap between the logprobs of engine and learner at equal weights, over sampled tokens."""
 
     gap: Gap
+    """The figures of the gap."""
     worst: str
     """The position of the token with the largest difference, in words."""
 
@@ -62,8 +63,8 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
 async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
     """Measure the gap between engine and learner at equal weights: sample up to :data:`NUM_PROBES` short answers, using
     the adapters in turn; let the learner compute the logprobs of the same tokens; and return the gap. Return ``None``
-    if no task fits into the context. ``version`` is the version of the weights; ``board`` shows the wait for the
-    learner."""
+    if no task fits into the context. ``parts`` are the components of the run and ``run_seed`` its seed; ``version`` is
+    the version of the weights; ``board`` shows the wait for the learner."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
     # without kept-sets the learner normalises over the whole vocabulary, so the engine must too
@@ -75,7 +76,7 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
         env=SingleTurn() if prompts else parts.env,
         sampling=sampling,
         run_seed=run_seed + 2,  # other random numbers than training and evaluation
-        on_tokens=lambda _: board.progress(),
+        on_tokens=lambda _: board.record_progress(),
         chat=parts.chat,
         limits=replace(parts.limits, max_turns=1),  # the first answer of an episode is enough
         timeout_s=parts.episode_timeout_s,
@@ -93,12 +94,12 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
     batch = Batch.collate(version, samples, agents)
     with board.requesting("learner", "logprobs to compare", provider="the learner"):
         logprobs_N = await parts.learner.logprobs(batch)
-    return _gap_of(batch, logprobs_N)
+    return _measure_mismatch(batch, logprobs_N)
 
 
-def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
+def _measure_mismatch(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
     """Return the gap between the engine's logprobs in ``batch`` and the learner's logprobs ``logprobs_N``. Tokens
-    without a finite logprob of the engine are left out, as in every loss; ``None`` if there are no other tokens."""
+    without a finite logprob of the engine are skipped, as in every loss; ``None`` if there are no other tokens."""
     (tokens,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
     if not len(tokens):
         return None

@@ -38,7 +38,7 @@ class StartingPoint:
     """Whether the files of the snapshot had checksums, so that they could be verified."""
 
 
-def starting_point(run_dir: Path) -> StartingPoint:
+def find_starting_point(run_dir: Path) -> StartingPoint:
     """Return the point from which the run in ``run_dir`` continues: its newest snapshot, or step 0 if it has no
     snapshot.
 
@@ -60,9 +60,9 @@ def starting_point(run_dir: Path) -> StartingPoint:
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
-    """Roll the ledger back to the starting point, and restore the groups of the flow from it. Return the hashes of the
-    weights that an earlier life of the run committed, by version, from the version of the starting point on. Raises
-    :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
+    """Roll ``ledger`` back to the starting point ``start``, and restore the groups of the flow in ``state`` from it.
+    Return the hashes of the weights that an earlier life of the run committed, by version, from the version of the
+    starting point on. Raises :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
     :class:`~headrace.base.errors.ConfigError` if recorded groups would exceed the staleness bound."""
     resumed = ledger.roll_back(start.step)
     if start.step * state.flow_config.groups_per_step != resumed.num_released:

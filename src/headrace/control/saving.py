@@ -55,7 +55,7 @@ class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A snapshot that was ordered and is not complete yet."""
+    """A snapshot that was requested and is not complete yet."""
 
     step: int
     """Number of optimizer steps behind the snapshot's weights."""
@@ -78,29 +78,30 @@ class Saver:
         self._saved: set[int] = set()
         """The steps whose snapshots exist."""
         self.directory = state.parts.run_dir / CHECKPOINTS
+        """The directory in which the snapshots are written."""
 
     def mark_saved(self, step: int) -> None:
         """Record that the snapshot of ``step`` exists, because the run has resumed from it, so that it is not written
         again."""
         self._saved.add(step)
 
-    def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
-        """Order the snapshot of ``step`` from the learner, in a task of the group ``orders``. The learner makes it
-        after all earlier orders. Return the unfinished snapshot, which is passed to :meth:`wait_until_copied` and
+    def begin(self, step: int, tasks: asyncio.TaskGroup) -> Saving:
+        """Request the snapshot of ``step`` from the learner, in a task of the group ``tasks``. The learner makes it
+        after all earlier requests. Return the unfinished snapshot, which is passed to :meth:`wait_until_copied` and
         :meth:`complete`."""
         unfinished = checkpoint.begin(self.directory, step)
-        written = orders.create_task(self._state.parts.learner.save(unfinished))
+        written = tasks.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
 
     async def wait_until_copied(self, saving: Saving) -> ControllerMemory:
-        """Wait until the learner can continue to train, and return the controller's state for the snapshot, which is
-        passed to :meth:`complete`.
+        """Wait until the learner has copied its state for ``saving`` and can continue to train, and return the
+        controller's state for the snapshot, which is passed to :meth:`complete`.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; its files are then
         deleted.
         """
         state = self._state
-        state.board.working("learner", f"snapshot of step {saving.step}")
+        state.board.set_working("learner", f"snapshot of step {saving.step}")
         start_s = state.parts.clock.now()
         try:
             with state.board.requesting("learner", f"the snapshot of step {saving.step}", provider="the learner"):
@@ -110,12 +111,12 @@ class Saver:
             raise
         state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
         # read before the flush, so that the ledger contains everything that this state refers to
-        return self._controller_memory()
+        return self._make_memory()
 
     async def complete(self, saving: Saving, memory: ControllerMemory) -> None:
-        """Wait for the learner's files, write the controller's state, and give the snapshot its final name. Training
-        continues meanwhile, so the ledger may also contain later steps, which are rolled back when the run resumes from
-        the snapshot.
+        """Wait for the learner's files of ``saving``, write ``memory``, the controller's state, and give the snapshot
+        its final name. Training continues meanwhile, so the ledger may also contain later steps, which are rolled back
+        when the run resumes from the snapshot.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; its files are then
         deleted.
@@ -144,7 +145,7 @@ class Saver:
             await off_loop(remove, state.flow.columns.take_unneeded(saving.step))
         state.event(f"checkpoint {final.name}")
 
-    def _controller_memory(self) -> ControllerMemory:
+    def _make_memory(self) -> ControllerMemory:
         """Return the current state of the controller for a snapshot."""
         state = self._state
         return ControllerMemory(
@@ -157,6 +158,6 @@ class Saver:
     async def save_if_new(self, step: int) -> None:
         """Write the snapshot of ``step``, unless this life of the run has written it or resumed from it."""
         if step not in self._saved:
-            async with asyncio.TaskGroup() as orders:
-                saving = self.begin(step, orders)
+            async with asyncio.TaskGroup() as tasks:
+                saving = self.begin(step, tasks)
                 await self.complete(saving, await self.wait_until_copied(saving))

@@ -20,7 +20,7 @@ from headrace.flow import Flow, FlowConfig
 from headrace.rollout.environments import Curriculum
 
 MAX_WARNINGS = 100
-"""Greatest number of kinds of warnings; further kinds are counted as one."""
+"""Maximum number of kinds of warnings; further kinds are counted as one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class WarningCount:
     """Whether a later text has replaced the text of the first warning."""
 
 
-def trainer_state(state: RunState, version: int) -> TrainerState:
-    """Return the trainer state (step, epoch, intervals) at ``version`` of the weights, for reward functions that
-    request it."""
+def make_trainer_state(state: RunState, version: int) -> TrainerState:
+    """Return the trainer state (step, epoch, intervals) of the run ``state`` at ``version`` of the weights, for reward
+    functions that request it."""
     epochs_a_step = state.flow_config.groups_per_step / max(1, len(state.parts.tasks))
     return TrainerState(
         global_step=version,
@@ -113,7 +113,7 @@ class RunState:
             return
         self.observers.event(Event(wall_s=self.metrics.wall_s, text=text, level="warning"))
 
-    def warning_over(self, text: str, *, kind: str) -> None:
+    def resolve_warning(self, text: str, *, kind: str) -> None:
         """Send ``text``, which says that the cause of the warnings of ``kind`` has ended, to the observers as an event,
         and replace the stored text of these warnings by it."""
         if kind in self.warning_counts:
@@ -134,17 +134,17 @@ class RunState:
         """Add a span to the event trace: the lane ``lane`` was busy with ``name`` from ``start_s`` until ``end_s``, in
         seconds on the clock; ``None`` as ``end_s`` means now. ``step`` is the step or version to which the span
         belongs; −1 for none."""
-        until_s = self.parts.clock.now() if end_s is None else end_s
-        self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=until_s, step=step))
+        end_s = self.parts.clock.now() if end_s is None else end_s
+        self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=end_s, step=step))
 
     @property
     def stop_requested(self) -> bool:
         """Return whether the run is requested to stop."""
         return self.stopping.is_set()
 
-    def request_stop(self, by: str = "") -> None:
-        """Request the run to stop when the steps that are already ordered are done, with a checkpoint. ``by`` is the
-        name of the signal that was received; empty for any other reason."""
-        self.stopped_by = self.stopped_by or by
+    def request_stop(self, signal_name: str = "") -> None:
+        """Request the run to stop when the steps that are already ordered are done, with a checkpoint. ``signal_name``
+        is the name of the signal that was received; empty for any other reason."""
+        self.stopped_by = self.stopped_by or signal_name
         self.stopping.set()
         self.flow.changed.notify()

@@ -29,7 +29,7 @@ from headrace.engine import Engine
 from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 CALLS_AT_ONCE = 2
-"""Greatest number of concurrent calls of one teacher. Its engine handles one call at a time; with a second call in its
+"""Maximum number of concurrent calls of one teacher. Its engine handles one call at a time; with a second call in its
 queue, the engine does not wait between calls."""
 OTHER_PROMPT = "teacher_error: the episode does not begin with the prompt of its row, in whose place the teacher's is"
 """The cause of an episode that fails because its first turn is not the prompt of its row, which the teacher's prompt
@@ -54,7 +54,7 @@ class TeacherCallConfig:
     timeout_s: float = 60.0
     """Timeout of a call, in seconds."""
     retries: int = 2
-    """Greatest number of retries of a failed call."""
+    """Maximum number of retries of a failed call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class TeacherClient:
     name: str
     """The name by which rows choose this teacher; empty if it is the only one."""
     config: TeacherCallConfig
+    """The content and the limits of a call."""
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CALLS_AT_ONCE))
     """A semaphore that limits the number of concurrent calls."""
 
@@ -81,7 +82,7 @@ class Teachers:
     temperature: float
     """The temperature of the teacher's logprobs, which is the sampling temperature of training."""
 
-    def of(self, task: Task) -> TeacherClient:
+    def find(self, task: Task) -> TeacherClient:
         """Return the teacher that scores answers to ``task``: the only teacher, or the teacher that its row names."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
@@ -101,10 +102,12 @@ class Teaching:
         self._tasks = tasks
         self._show_request = show_request
         self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, TeacherScores] | str]]] = {}
+        """For each episode that is being scored, its teacher and the task that returns the scores of its turns, or the
+        cause of the failure."""
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
         """Start the call that scores a finished episode, an attempt at ``task``, and return at once."""
-        teacher = self._teachers.of(task)
+        teacher = self._teachers.find(task)
         self._calls[episode.key] = teacher, self._tasks.create_task(self._score_episode(teacher, task, episode))
 
     async def finish(self, episode: EpisodeGraph) -> str:
@@ -114,9 +117,9 @@ class Teaching:
         scores_by_turn = await call
         if isinstance(scores_by_turn, str):
             return scores_by_turn
-        for place, teacher_scores in scores_by_turn.items():
-            turn = episode.turns[place]
-            episode.turns[place] = msgspec.structs.replace(
+        for index, teacher_scores in scores_by_turn.items():
+            turn = episode.turns[index]
+            episode.turns[index] = msgspec.structs.replace(
                 turn, tokens=msgspec.structs.replace(turn.tokens, teacher_scores=teacher_scores), teacher=teacher.name
             )
         return ""
@@ -124,16 +127,16 @@ class Teaching:
     async def _score_episode(
         self, teacher: TeacherClient, task: Task, episode: EpisodeGraph
     ) -> dict[int, TeacherScores] | str:
-        """Return the teacher's scores of every turn that carries loss, by the index of the turn; or a text that says
-        why the teacher failed."""
+        """Return the scores by ``teacher`` of every turn of ``episode``, an attempt at ``task``, that carries loss, by
+        the index of the turn; or a text that says why the teacher failed."""
         scores_by_turn: dict[int, TeacherScores] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
             # Paths share their first turns; each turn is scored once, in the first path that contains it.
-            new_places = [place for place in path if place not in scores_by_turn and _carries_loss(episode, place)]
-            if not new_places:
+            new_turns = [index for index in path if index not in scores_by_turn and _carries_loss(episode, index)]
+            if not new_turns:
                 continue
-            parts = [_without_routing(episode.turns[place].tokens) for place in path]
+            parts = [_without_routing(episode.turns[index].tokens) for index in path]
             if teacher.config.prompts is not None:
                 if not np.array_equal(parts[0].ids_T, task.prompt_ids_T):
                     return OTHER_PROMPT
@@ -143,24 +146,24 @@ class Teaching:
                 return scores
             # The scores cover the whole path; each turn gets its slice.
             ends = np.cumsum([len(part) for part in parts])
-            for place, part, end in zip(path, parts, ends.tolist(), strict=True):
-                if place in new_places:
-                    scores_by_turn[place] = _slice_scores(scores, slice(end - len(part), end), teacher.config.version)
+            for index, part, end in zip(path, parts, ends.tolist(), strict=True):
+                if index in new_turns:
+                    scores_by_turn[index] = _slice_scores(scores, slice(end - len(part), end), teacher.config.version)
         return scores_by_turn
 
     async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
-        """Return the teacher's scores of ``tokens``, or a text that says why the last call failed. A failed call is
-        repeated, up to the number of retries, if another call may succeed."""
+        """Return the scores of ``tokens`` by ``teacher``, or a text that says why the last call failed. A failed call
+        is repeated, up to the number of retries, if another call may succeed."""
         pause_s, num_left = FIRST_PAUSE_S, teacher.config.retries
         while True:
-            scores, again = await self._call_once(teacher, tokens)
-            if not isinstance(scores, str) or not (again and num_left):
+            scores, may_repeat = await self._call_once(teacher, tokens)
+            if not isinstance(scores, str) or not (may_repeat and num_left):
                 return scores
             await asyncio.sleep(pause_s)
             pause_s, num_left = min(2 * pause_s, LONGEST_PAUSE_S), num_left - 1
 
     async def _call_once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
-        """Call the teacher once for its scores of ``tokens``. Return the scores, or a text that says why the call
+        """Call ``teacher`` once for its scores of ``tokens``. Return the scores, or a text that says why the call
         failed; and whether another call may succeed."""
         config = teacher.config
         try:
@@ -178,9 +181,9 @@ class Teaching:
             return f"teacher_error: {error.problem}", False
 
 
-def _carries_loss(episode: EpisodeGraph, place: int) -> bool:
-    """Return whether the turn at index ``place`` was sampled and carries loss."""
-    turn = episode.turns[place]
+def _carries_loss(episode: EpisodeGraph, index: int) -> bool:
+    """Return whether the turn at index ``index`` was sampled and carries loss."""
+    turn = episode.turns[index]
     return not turn.untrained and bool(turn.tokens.sampled_T.any())
 
 

@@ -57,19 +57,21 @@ class ProcessRewards:
         *,
         trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
-        """Create the object without running scorings. ``scorer`` scores turns in tasks of the group ``tasks``.
-        ``show_request`` returns a context manager that is entered while a score is computed, so that views can show the
-        request. ``trainer`` returns the trainer state for an episode, for reward functions that request it."""
+        """Create the object without running scorings. ``parts`` contains the tokenizer's decoder and the cut into
+        segments. ``scorer`` scores turns in tasks of the group ``tasks``. ``show_request`` returns a context manager
+        that is entered while a score is computed, so that views can show the request. ``trainer`` returns the trainer
+        state for an episode, for reward functions that request it."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks
         self._show_request = show_request
         self._trainer = trainer
         self._queries: dict[EpisodeKey, list[_TurnQuery]] = {}
+        """The turns and segments of each running episode that are being scored, in order."""
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Start to score a turn of the episode ``key``, or each segment of the turn. ``prompt_ids_T`` are the tokens of
-        the turn's prompt."""
+        """Start to score ``turn``, a turn of the episode ``key``, which attempts ``task``, or each segment of the turn.
+        ``prompt_ids_T`` are the tokens of the turn's prompt."""
         queries, ids_T = self._queries.setdefault(key, []), turn.tokens.ids_T
         cuts = () if self._parts.segments is None else self._parts.segments(turn.tokens)
         bounds = [0, *cuts, len(ids_T)]
@@ -103,39 +105,40 @@ class ProcessRewards:
         Results of turns that the episode does not contain are ignored, such as turns of an attempt that was retried.
         """
         # The identity of the token array identifies a turn, because two turns may have equal tokens.
-        place_of = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}
-        queries = [query for query in self._queries.pop(episode.key, ()) if id(query.ids_T) in place_of]
+        indices = {id(turn.tokens.ids_T): index for index, turn in enumerate(episode.turns)}
+        queries = [query for query in self._queries.pop(episode.key, ()) if id(query.ids_T) in indices]
         graded = [await query.scoring for query in queries]
         combined = Graded(reward=0.0)
         for query, scored in zip(queries, graded, strict=True):
             combined = Graded(reward=0.0, calls=scored.calls, metrics=scored.metrics).beside(combined)
-            place = place_of[id(query.ids_T)]
+            index = indices[id(query.ids_T)]
             if scored.extra:
-                turn = episode.turns[place]
-                episode.turns[place] = msgspec.structs.replace(turn, extra={**turn.extra, **scored.extra})
-        failed = next((query for query in graded if query.reward is None), None)
+                turn = episode.turns[index]
+                episode.turns[index] = msgspec.structs.replace(turn, extra={**turn.extra, **scored.extra})
+        failed = next((scored for scored in graded if scored.reward is None), None)
         if failed is not None:
             return msgspec.structs.replace(
                 combined, reward=None, failure=failed.failure or REWARD_NONE, parts=failed.parts
             )
         if self._parts.segments is not None:
-            places = [(place_of[id(query.ids_T)], query.start) for query in queries]
+            starts = [(indices[id(query.ids_T)], query.start) for query in queries]
             _cut_into_segments(
-                episode.turns, [(*place, query.reward or 0.0) for place, query in zip(places, graded, strict=True)]
+                episode.turns, [(*start, scored.reward or 0.0) for start, scored in zip(starts, graded, strict=True)]
             )
             return msgspec.structs.replace(combined, parts=self._scorer.parts_of_turns(graded))
         shares = self._scorer.over_turns(graded)
         for query, share in zip(queries, shares, strict=True):
-            place = place_of[id(query.ids_T)]
-            turn = episode.turns[place]
-            episode.turns[place] = msgspec.structs.replace(turn, reward=(turn.reward or 0.0) + share)
+            index = indices[id(query.ids_T)]
+            turn = episode.turns[index]
+            episode.turns[index] = msgspec.structs.replace(turn, reward=(turn.reward or 0.0) + share)
         return msgspec.structs.replace(combined, reward=sum(shares), parts=self._scorer.parts_of_turns(graded))
 
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
     ) -> Graded:
-        """Return the score of one turn, or of one segment, with the tokens ``ids_T``. ``history_T`` are all tokens
-        before it, and ``number`` is its index among the scored turns and segments of the episode."""
+        """Return the score of one turn, or of one segment, with the tokens ``ids_T``, in the episode ``key``, which
+        attempts ``task``. ``history_T`` are all tokens before it, and ``number`` is its index among the scored turns
+        and segments of the episode."""
         parts = self._parts
         context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
         ids = ids_T.tolist()
@@ -148,20 +151,21 @@ class ProcessRewards:
 
 
 def _cut_into_segments(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
-    """Replace turns of an episode by their segments, in place, and set the process reward of each segment. ``graded``
-    contains, for each segment, the index of its turn, the index of its first token in the turn, and its reward."""
+    """Replace some of ``turns``, the turns of an episode, by their segments, in place, and set the process reward of
+    each segment. ``graded`` contains, for each segment, the index of its turn, the index of its first token in the
+    turn, and its reward."""
     # From the last turn to the first, because a cut changes the indices of all later turns.
-    for place in sorted({place for place, _, _ in graded}, reverse=True):
-        segments = [(start, reward) for turn, start, reward in graded if turn == place]
-        split(turns, place, [start for start, _ in segments[1:]])
-        for number, (_, reward) in enumerate(segments, start=place):
+    for index in sorted({index for index, _, _ in graded}, reverse=True):
+        segments = [(start, reward) for turn, start, reward in graded if turn == index]
+        split(turns, index, [start for start, _ in segments[1:]])
+        for number, (_, reward) in enumerate(segments, start=index):
             turns[number] = msgspec.structs.replace(turns[number], process=reward)
 
 
 def assign_reward(episode: EpisodeGraph, graded: Graded) -> None:
-    """Set the reward of an episode, the components of the reward, and its status: SCORED, or FAILED with the cause if
-    there is no reward. Columns that reward functions logged are stored in its last sampled turn."""
-    sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
+    """Set the reward of ``episode``, the components of the reward, and its status from ``graded``: SCORED, or FAILED
+    with the cause if there is no reward. Columns that reward functions logged are stored in its last sampled turn."""
+    sampled = [index for index, turn in enumerate(episode.turns) if turn.stop_reason is not None]
     if graded.extra and sampled:
         turn = episode.turns[sampled[-1]]
         episode.turns[sampled[-1]] = msgspec.structs.replace(turn, extra={**turn.extra, **graded.extra})

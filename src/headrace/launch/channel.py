@@ -138,27 +138,29 @@ class PartEnd(Protocol):
 
 
 class PartChannel:
-    """The part's end of its two sockets, with blocking calls. ``receives`` is the union of the message types that the
-    part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be
+    """The part's end of its two sockets, with blocking calls. ``message_type`` is the union of the message types that
+    the part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be
     reached."""
 
     def __init__(
-        self, addresses: ChannelAddresses, receives: Any, on_broken: Callable[[], object] | None = None
+        self, addresses: ChannelAddresses, message_type: Any, on_broken: Callable[[], object] | None = None
     ) -> None:
         """Open the sockets at ``addresses``. ``on_broken`` is called, in another thread, when a connection to another
         machine breaks; from then on :meth:`send` raises ``zmq.Again``. If ``on_broken`` is ``None``, this process and
         all processes in its process group are killed when a connection breaks."""
         self.addresses = addresses
-        self._codec = MessageCodec(receives)
+        self._codec = MessageCodec(message_type)
         self._context = zmq.Context()
-        self._orders = _socket(self._context, zmq.PULL)
+        self._orders = _make_socket(self._context, zmq.PULL)
+        """The socket that receives orders, also those of this part to itself."""
         self._orders.bind(TO_SELF)
-        self._to_self = _socket(self._context, zmq.PUSH)
+        self._to_self = _make_socket(self._context, zmq.PUSH)
         self._to_self.connect(TO_SELF)
-        self._sending_to_self = threading.Lock()
-        self._reports = _socket(self._context, zmq.PUSH)
+        self._to_self_lock = threading.Lock()  # held while a thread sends through _to_self
+        self._reports = _make_socket(self._context, zmq.PUSH)
         self._remote = _Connections(addresses, self._orders, self._reports, on_broken) if addresses.key else None
-        self._sending = threading.Lock()
+        """The monitored connections to a controller on another machine; ``None`` if the controller is on this one."""
+        self._reports_lock = threading.Lock()  # held while a thread sends through _reports
         self._parts: dict[str, zmq.Socket[bytes]] = {}
         """The sockets that send orders to other parts, by the parts' addresses."""
         self._readers: dict[str, zmq.Socket[bytes]] = {}
@@ -195,7 +197,7 @@ class PartChannel:
     def send(self, message: Any) -> None:
         """Send ``message`` to the controller; any thread may call this."""
         data = self._codec.encode(message)
-        with self._sending:
+        with self._reports_lock:
             self._reports.send(data)
 
     def send_to(self, parts: Collection[str], message: Any) -> None:
@@ -204,20 +206,20 @@ class PartChannel:
         connection is kept until a later call without its address. A part that has ended does not receive the
         message."""
         data = self._codec.encode(message)
-        for orders in self._parts.keys() - set(parts):
-            self._parts.pop(orders).close(0)
-        for orders in parts:
-            if orders not in self._parts:
-                self._parts[orders] = _socket(self._context, zmq.PUSH)
-                self._parts[orders].connect(orders)
-            self._parts[orders].send(data, zmq.NOBLOCK)
+        for address in self._parts.keys() - set(parts):
+            self._parts.pop(address).close(0)
+        for address in parts:
+            if address not in self._parts:
+                self._parts[address] = _make_socket(self._context, zmq.PUSH)
+                self._parts[address].connect(address)
+            self._parts[address].send(data, zmq.NOBLOCK)
 
     def answer(self, reader: str, message: Any) -> None:
         """Send ``message`` to another process on this machine, which receives answers at the address ``reader``. Only
         one thread may call this. The call never waits, so a stopped process delays no other process: its unread
         messages are kept. Their number is bounded by the number of requests that the process has running."""
         if reader not in self._readers:
-            self._readers[reader] = _socket(self._context, zmq.PUSH)
+            self._readers[reader] = _make_socket(self._context, zmq.PUSH)
             self._readers[reader].setsockopt(zmq.SNDHWM, 0)
             self._readers[reader].connect(reader)
         self._readers[reader].send(self._codec.encode(message), zmq.NOBLOCK)
@@ -230,14 +232,14 @@ class PartChannel:
     def send_to_self(self, message: Any) -> None:
         """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this."""
         data = self._codec.encode(message)
-        with self._sending_to_self:
+        with self._to_self_lock:
             self._to_self.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the sockets. Undelivered messages to the controller are kept for up to :data:`DELIVERY_MS`."""
         if self._remote is not None:
             self._remote.stop_watching()
-        with self._sending_to_self:
+        with self._to_self_lock:
             self._to_self.close(0)
         self._orders.close(0)
         for socket in (self._reports, *self._parts.values(), *self._readers.values()):
@@ -248,30 +250,34 @@ class PartChannel:
 class ControllerChannel:
     """The controller's end of the sockets of the part named ``part``. For a part on this machine, the sockets are files
     in ``directory``. For a part on another machine they are TCP ports at ``host``, an address of this machine that the
-    other machine can reach. ``receives`` is the union of the message types that the part may send. Raises
+    other machine can reach. ``message_type`` is the union of the message types that the part may send. Raises
     :class:`~headrace.base.errors.RunError` if the sockets cannot be created."""
 
-    def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
+    def __init__(self, directory: Path, part: str, message_type: Any, *, host: str = "") -> None:
         """Open both sockets. The class describes the arguments; ``host`` is empty for a part on this machine."""
         self._part = part
-        self._codec = MessageCodec(receives)
-        self._orders = _socket(_controller_context(), zmq.PUSH)
-        self._reports = _socket(_controller_context(), zmq.PULL)
-        self._arrivals = _SocketReader(self._reports)
+        self._codec = MessageCodec(message_type)
+        self._orders = _make_socket(_controller_context(), zmq.PUSH)
+        self._reports = _make_socket(_controller_context(), zmq.PULL)
+        self._report_reader = _SocketReader(self._reports)
         self._unsent: deque[bytes] = deque()
+        """The encoded orders that the socket has not accepted yet, oldest first."""
         self.largest_bytes = 0
         """The size of the largest message so far, in either direction."""
         self._monitor: Any = None
-        self._breaks: _SocketReader | None = None
-        self._max_unsent = MAX_QUEUED if host else 0  # a bound socket has no queue for a peer that has not connected
+        """The socket that reports broken connections; ``None`` before the first call of :meth:`wait_for_break`."""
+        self._monitor_reader: _SocketReader | None = None
+        self._max_unsent = MAX_QUEUED if host else 0
+        """The largest number of unsent orders. A bound socket has no queue for a peer that has not connected, so orders
+        to a part on another machine wait here."""
         try:
             self.addresses = self._open_remote(host) if host else self._open_local(directory)
         except zmq.ZMQError as error:
             self.close()
-            where, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
+            location, remedy = f"in {directory}", "set TMPDIR to a short path (under 60 characters) that can be written"
             if host:
-                where, remedy = f"at {host}", "does that address belong to this machine?"
-            raise RunError(f"the sockets of {part} cannot be made {where}: {error}", remedy=remedy) from None
+                location, remedy = f"at {host}", "does that address belong to this machine?"
+            raise RunError(f"the sockets of {part} cannot be made {location}: {error}", remedy=remedy) from None
 
     @property
     def local_orders(self) -> str:
@@ -295,7 +301,7 @@ class ControllerChannel:
     async def receive(self) -> list[Any]:
         """Wait until the part has sent a message, and return all messages that have arrived, at most
         :data:`MAX_AT_ONCE`. Raises :class:`~headrace.base.errors.RunError` for data that is not a message."""
-        arrived = await self._arrivals.take()
+        arrived = await self._report_reader.take()
         self._flush()
         return [self._decode(data) for data in arrived]
 
@@ -304,17 +310,17 @@ class ControllerChannel:
         that was refused because the other end did not know the key."""
         if self._monitor is None:
             self._monitor = self._reports.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._breaks = _SocketReader(self._monitor)
-        assert self._breaks is not None
-        await self._breaks.take()
+            self._monitor_reader = _SocketReader(self._monitor)
+        assert self._monitor_reader is not None
+        await self._monitor_reader.take()
 
     def close(self) -> None:
         """Close the channel at once. Queued messages in both directions are lost."""
-        if self._monitor is not None and self._breaks is not None:
-            self._breaks.close()
+        if self._monitor is not None and self._monitor_reader is not None:
+            self._monitor_reader.close()
             self._reports.disable_monitor()
             self._monitor.close(0)
-        self._arrivals.close()
+        self._report_reader.close()
         self._orders.close(0)
         self._reports.close(0)
 
@@ -354,21 +360,20 @@ class ControllerChannel:
         try:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:
-            raise RunError(
-                f"{self._part} sent something that is not a message: {error}", remedy="look at its log"
-            ) from error
+            text = f"{self._part} sent something that is not a message: {error}"
+            raise RunError(text, remedy="look at its log") from error
 
 
 class AnswerListener:
     """The socket at which a process on this machine receives the answers of all engines to which it sends requests
-    directly, without the controller. ``receives`` is the type of these messages. Raises
+    directly, without the controller. ``message_type`` is the type of these messages. Raises
     :class:`~headrace.base.errors.RunError` if the socket cannot be created."""
 
-    def __init__(self, address: str, receives: Any) -> None:
+    def __init__(self, address: str, message_type: Any) -> None:
         """Listen at ``address``. The first event loop that receives messages owns the socket."""
-        self._codec = MessageCodec(receives)
-        self._socket = _socket(_controller_context(), zmq.PULL)
-        self._arrivals = _SocketReader(self._socket)
+        self._codec = MessageCodec(message_type)
+        self._socket = _make_socket(_controller_context(), zmq.PULL)
+        self._reader = _SocketReader(self._socket)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -379,11 +384,11 @@ class AnswerListener:
     async def receive(self) -> list[Any]:
         """Wait until an engine has sent a message, and return all messages that have arrived, at most
         :data:`MAX_AT_ONCE`."""
-        return [self._codec.decode(data) for data in await self._arrivals.take()]
+        return [self._codec.decode(data) for data in await self._reader.take()]
 
     def close(self) -> None:
         """Close the socket at once. Messages that were not received are lost."""
-        self._arrivals.close()
+        self._reader.close()
         self._socket.close(0)
 
 
@@ -397,7 +402,7 @@ class DirectOrders:
     def __init__(self, address: str) -> None:
         """Connect to the engine that receives orders at ``address``."""
         self._codec = MessageCodec(Any)
-        self._socket = _socket(_controller_context(), zmq.PUSH)
+        self._socket = _make_socket(_controller_context(), zmq.PUSH)
         self._socket.connect(address)
 
     def send(self, message: Any) -> None:
@@ -418,8 +423,8 @@ class DirectOrders:
 
 
 def require_key(*sockets: Any, max_bytes: int | None = None) -> str:
-    """Make sockets that will be bound accept only encrypted connections whose other end knows a new key. Return this
-    key, for :func:`present_key` at the other end. A message may have at most ``max_bytes`` bytes; ``None`` means
+    """Make ``sockets``, which will be bound, accept only encrypted connections whose other end knows a new key. Return
+    this key, for :func:`present_key` at the other end. A message may have at most ``max_bytes`` bytes; ``None`` means
     :data:`MAX_BYTES`."""
     public, secret = zmq.curve_keypair()
     for socket in sockets:
@@ -454,16 +459,17 @@ class _Connections:
     ) -> None:
         """Prepare the part's sockets ``orders`` and ``reports`` to prove the key of ``addresses``, and start monitoring
         them. The connections are not opened yet."""
-        self._addresses = {addresses.orders: orders, addresses.reports: reports}
-        self._on_broken = on_broken or _end_process_group
-        for address, socket in self._addresses.items():
+        self._sockets = {addresses.orders: orders, addresses.reports: reports}
+        self._on_broken = on_broken or _kill_process_group
+        for address, socket in self._sockets.items():
             present_key(socket, address, addresses.key)
-        self._monitors = [socket.get_monitor_socket(_WATCHED_EVENTS) for socket in self._addresses.values()]
-        self._watching = threading.Thread(target=self._watch, daemon=True, name="connections")
+        self._monitors = [socket.get_monitor_socket(_WATCHED_EVENTS) for socket in self._sockets.values()]
+        """The sockets that report the events of the connections."""
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="connections")
 
     def connect(self) -> None:
         """Open the connections. Raises :class:`~headrace.base.errors.RunError` if the controller cannot be reached."""
-        for (address, socket), monitor in zip(self._addresses.items(), self._monitors, strict=True):
+        for (address, socket), monitor in zip(self._sockets.items(), self._monitors, strict=True):
             socket.connect(address)
             if not self._handshake_succeeded(monitor):
                 raise RunError(
@@ -471,13 +477,13 @@ class _Connections:
                     remedy="let this machine open TCP connections to every port of that one, and use one version of "
                     "headrace",
                 )
-        self._watching.start()
+        self._watcher.start()
 
     def stop_watching(self) -> None:
         """Stop watching the connections before they are closed on purpose."""
-        for socket in self._addresses.values():
+        for socket in self._sockets.values():
             socket.disable_monitor()
-        self._watching.join()
+        self._watcher.join()
         for monitor in self._monitors:
             monitor.close(0)
 
@@ -507,7 +513,7 @@ def _receive_event(monitor: zmq.Socket[bytes]) -> int:
     return int(parse_monitor_message(monitor.recv_multipart())["event"])
 
 
-def _end_process_group() -> None:
+def _kill_process_group() -> None:
     """Kill this process and all processes of its group at once. This is the default when the connection to the
     controller breaks, because the part cannot receive orders any more."""
     sys.stderr.write("the connection to the controller is broken: this process ends\n")
@@ -523,9 +529,12 @@ class _SocketReader:
         """Create a reader of ``socket``. The event loop watches the socket after the first call of :meth:`take`."""
         self._socket = socket
         self._fd: int = socket.FD
+        """The descriptor by which zmq signals that the state of the socket has changed."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that watches the descriptor; ``None`` if none does."""
         self._arrived: list[bytes] = []
-        self._has_messages = asyncio.Event()
+        """The messages that :meth:`take` has not returned."""
+        self._has_messages = asyncio.Event()  # set while there may be such messages
 
     async def take(self) -> list[bytes]:
         """Wait until messages have arrived, and return them, at most :data:`MAX_AT_ONCE`. Other tasks of the event loop
@@ -572,7 +581,7 @@ def _controller_context() -> zmq.Context[Any]:
     return context
 
 
-def _socket(context: Any, kind: int) -> Any:
+def _make_socket(context: Any, kind: int) -> Any:
     """Return a new socket of type ``kind`` (``zmq.PUSH`` or ``zmq.PULL``) with queues of :data:`MAX_QUEUED` messages.
     It discards unsent messages when it is closed."""
     socket = context.socket(kind)

@@ -1,8 +1,8 @@
 """One process of a run, and the contract of a starter, which starts processes.
 
 Child        a process as the run sees it: its peer (the controller's end of the channel), its log, the cause of its end
-  Process    the process itself, wherever it runs: a process of this machine (local_process.py), or one that is kept on
-             another machine (far/process.py)
+  Process    the process itself, wherever it runs: on this machine (local_process.py), or on another machine
+             (far/process.py)
 Starter      starts processes: chooses the machine and the sockets
 """
 
@@ -110,8 +110,9 @@ class Process(Protocol):
         ...
 
     async def halt_reason(self) -> str:
-        """Return what has halted the process, or a process that it has started, in words such as ``is stopped
-        (SIGSTOP)``. The text is empty if the process is not halted, or if that cannot be determined."""
+        """Return why the operating system does not run the process, in words that follow its name, such as ``is stopped
+        (SIGSTOP)`` or ``is stopped by a debugger``. A stopped process that it has started counts, too. The text is
+        empty if none of them is stopped, or if that cannot be determined."""
         ...
 
     def describe_end(self) -> str:
@@ -159,13 +160,16 @@ class Child:
         self._process = process
         self._log = log
         self._old_logs = old_logs
-        self._killed = False
+        self._kill_requested = False
+        """Whether :meth:`kill` was called."""
         self.closed = False
+        """Whether the resources of the ended process were released."""
 
     @classmethod
     async def start(cls, site: Rendezvous, spec: ProcessSpec, starter: Starter) -> Child:
-        """Start the process ``spec`` with ``starter`` and return it. It has not loaded anything yet. The log files of
-        workers, which run user code, are kept only for the workers that died last."""
+        """Start the process ``spec`` with ``starter`` and return it. It has not loaded anything yet. ``site`` contains
+        the directories and the token of the run. The log files of workers, which run user code, are kept only for the
+        workers that died last."""
         peer, process = await starter.start(site, spec)
         old_logs = site.old_logs if isinstance(spec.start, ScorerStart | EnvironmentStart) else None
         return cls(spec.name, peer, process, site.logs / f"{spec.name}.log", old_logs)
@@ -192,20 +196,20 @@ class Child:
         return await self._process.computed_s()
 
     async def halt_reason(self) -> str:
-        """Return what has halted the process, or a process that it has started, in words such as ``is stopped
-        (SIGSTOP)``. The text is empty if the process is not halted, or if that cannot be determined."""
+        """Return why the operating system does not run the process; see :meth:`Process.halt_reason`."""
         return await self._process.halt_reason()
 
     @property
     def killed(self) -> bool:
-        """Whether the process was ended by a signal or in an unknown way. In both cases it could not report an
-        error."""
+        """Whether a signal has killed the process, or it has ended in an unknown way. In both cases it could not report
+        an error."""
         code = self._process.returncode
         return code is not None and (code < 0 or code == EXIT_UNKNOWN)
 
     @property
     def state(self) -> str:
-        """``starting``, ``ready``, ``ended``, or what has halted the process, such as ``stopped (SIGSTOP)``."""
+        """``starting``, ``ready``, ``ended``, or the reason why the process does not run, such as ``stopped
+        (SIGSTOP)``."""
         if self._process.returncode is not None:
             return "ended"
         if self.peer.halted:
@@ -232,9 +236,9 @@ class Child:
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
         self._retire_log()
         quotation = "".join(f"\n    {line[:300]}" for line in lines)
-        place = self.peer.fact("place")
-        where = (f" on {self.node}" if self.node else "") + (f", {place}" if place else "")
-        return f"{self.role} (pid {self.pid}{where}) {self._process.describe_end()}{quotation}"
+        gpus = self.peer.get_fact("place")
+        location = (f" on {self.node}" if self.node else "") + (f", {gpus}" if gpus else "")
+        return f"{self.role} (pid {self.pid}{location}) {self._process.describe_end()}{quotation}"
 
     def _retire_log(self) -> None:
         """Append the log file of the ended process to the old logs, and delete the oldest file if there are more than
@@ -247,7 +251,7 @@ class Child:
                 self._old_logs.popleft().unlink()
 
     async def end(self, farewell: object) -> None:
-        """Let the process shut down (:meth:`shut_down`), and release it."""
+        """Order the process to shut down with the message ``farewell`` (:meth:`shut_down`), and release it."""
         await self.shut_down(farewell)
         self.close()
 
@@ -264,8 +268,8 @@ class Child:
 
     async def kill(self) -> None:
         """Kill the process now, together with all processes that it has started, which could outlive it."""
-        if not self._killed:
-            self._killed = True  # only once, because later another process may have the same id
+        if not self._kill_requested:
+            self._kill_requested = True  # only once, because later another process may have the same id
             await self._process.kill()
         await self._process.wait()
 

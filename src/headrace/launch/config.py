@@ -133,7 +133,7 @@ class Launcher:
     ``None``: engines are started only with the run."""
 
 
-def _problem(made: Any) -> str | None:
+def _describe_problem(made: Any) -> str | None:
     """Return why the object ``made`` of an installed package is not a launcher, in words that follow its name; ``None``
     if it is a launcher. The registry calls this function for each launcher that it loads."""
     kind = type(made).__name__
@@ -144,7 +144,7 @@ LAUNCHERS = Registry[Launcher](
     group="headrace.launchers",
     setting="launch.kind",
     rows={"local": "headrace.launch.starters:LOCAL"},
-    check=_problem,
+    check=_describe_problem,
 )
 """The launchers that ``launch.kind`` can select, by name."""
 

@@ -51,7 +51,7 @@ def engine_names(count: int) -> tuple[str, ...]:
     >>> engine_names(1), engine_names(2)
     (('engine',), ('engine-0', 'engine-1'))
     """
-    return ("engine",) if count == 1 else tuple(f"engine-{place}" for place in range(count))
+    return ("engine",) if count == 1 else tuple(f"engine-{index}" for index in range(count))
 
 
 class Engines(Supervisor):
@@ -65,7 +65,7 @@ class Engines(Supervisor):
         the arguments."""
         super().__init__(start, names, config, clock)
         # also without restarts, where the end of an engine ends the run: an added engine may end before it serves
-        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=self.order_kill)
+        self.fleet = Fleet(clock, size=len(self.names), rolling=config.rolling, end=self.request_kill)
         self.learner_owes: Callable[[], bool] | None = None
         """Returns whether the learner has orders that it has not answered yet: it makes a step, or sends weights. An
         added engine waits for its weights meanwhile. It must be set before engines are added."""
@@ -90,7 +90,7 @@ class Engines(Supervisor):
     def engines_in_step(self) -> dict[str, str]:
         """Return the engines to which the learner may announce its next version directly, because they use the newest
         version. Keys are the addresses at which the engines receive orders on this machine; values are the addresses at
-        which they receive weights. Engines on other machines are left out."""
+        which they receive weights. Engines on other machines are omitted."""
         peers = [self.client(name) for name in self.fleet.engines_in_step()]
         return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
 
@@ -106,22 +106,23 @@ class Engines(Supervisor):
         return peer
 
     async def serve(self, child: Child, outage: Outage | None) -> None:
-        """Add the engine of a new process to the fleet. Then report each time the engine misses a version and each time
-        it serves again."""
+        """Add the engine of the new process ``child`` to the fleet. Then report each time the engine misses a version
+        and each time it serves again. ``outage`` is the outage that ends when it serves; ``None`` at the first
+        start."""
         engine = self.client(child.role)
         self.fleet.add(child.role, engine, version=self._config.version, address=engine.weights_address)
         if child.role in self._additions:
-            if problem := await self._missing_first_weights(child.role):
-                self.order_kill(child.role, f"{child.role} (pid {child.pid}) {problem}")
+            if problem := await self._await_first_weights(child.role):
+                self.request_kill(child.role, f"{child.role} (pid {child.pid}) {problem}")
                 return
             self._count_serving(child.role)
         while True:
-            why, since_s = await self.fleet.wait_until_settled(child.role), self.clock.now()
-            if why:
+            reason, since_s = await self.fleet.wait_until_settled(child.role), self.clock.now()
+            if reason:
                 await asyncio.sleep(DEATH_KNOWN_S)  # otherwise a dead engine would be reported as alive
-                why = await self.fleet.wait_until_settled(child.role)
-            if why:
-                outage = self._record_missed_version(child.role, why, since_s, outage)
+                reason = await self.fleet.wait_until_settled(child.role)
+            if reason:
+                outage = self._record_missed_version(child.role, reason, since_s, outage)
                 await self.fleet.wait_until_serving(child.role)
             self._count_serving(child.role)
             if outage is not None:
@@ -129,7 +130,7 @@ class Engines(Supervisor):
                 outage = None
             await self.fleet.wait_until_missed(child.role)
 
-    def leave(self, name: str) -> int:
+    def stop_using(self, name: str) -> int:
         """Remove the engine ``name`` from the fleet, and return the number of sequences that it had."""
         return self.fleet.remove(name)
 
@@ -146,7 +147,7 @@ class Engines(Supervisor):
     def can_spare(self, name: str) -> bool:
         """Return whether the run has another engine that has served and is not being removed, so that it can go on
         without the engine ``name``."""
-        # an engine that is being started again counts, too: if it finds no place either, it asks here itself
+        # an engine that is being restarted counts, too: if it finds no place either, this is called for it as well
         return any(other != name and self.will_restart(other) for other in self.names)
 
     def will_restart(self, name: str) -> bool:
@@ -177,10 +178,10 @@ class Engines(Supervisor):
             async with asyncio.timeout(drain_s):
                 await self._drain(name)
         if not ended.done():
-            self.order_kill(name, f"{name} was removed", "add another one")  # as its addition may still wait
+            self.request_kill(name, f"{name} was removed", "add another one")  # as its addition may still wait
         return await ended
 
-    async def _missing_first_weights(self, name: str) -> str:
+    async def _await_first_weights(self, name: str) -> str:
         """Wait until the added engine ``name``, which has loaded its model, serves. Return why it does not, in words
         that follow its name: for ``start_timeout_s`` seconds versions did not reach it, or neither the learner nor an
         engine owed an answer. Waiting for an answer has a deadline of its own. Empty if it serves."""
@@ -195,8 +196,8 @@ class Engines(Supervisor):
             is_due = self.learner_owes() or any(self.client(each).awaits_answer for each in self.fleet.names)
             silent_s = 0.0 if is_due else silent_s + TICK_S
             missed_s += TICK_S if self.fleet.miss_reason(name) else 0.0
-        if why := self.fleet.miss_reason(name):
-            return f"gets no weights: {why}"
+        if reason := self.fleet.miss_reason(name):
+            return f"gets no weights: {reason}"
         silence = f"for {limit_s:g} s nothing showed that any were on their way"
         return f"has loaded its model, and got no weights: {silence}"
 
@@ -221,9 +222,9 @@ class Engines(Supervisor):
         """Set the size of the fleet to the number of engines. Added engines count as soon as they serve."""
         self.fleet.resize(self.num_lasting)
 
-    def _record_missed_version(self, name: str, why: str, since_s: float, outage: Outage | None) -> Outage:
-        """Report that the engine ``name`` has not received new weights since ``since_s``, for the reason ``why``.
+    def _record_missed_version(self, name: str, reason: str, since_s: float, outage: Outage | None) -> Outage:
+        """Report that the engine ``name`` has not received new weights since ``since_s``, for the reason ``reason``.
         Return the current ``outage``, or a new one if ``outage`` is ``None``."""
-        cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
+        cause, load = f"{name} gets no new weights: {reason}", self.fleet.load(name)
         self.report(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
         return outage or Outage(cause=cause, since_s=since_s, carried_over=load)

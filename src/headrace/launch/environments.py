@@ -25,7 +25,7 @@ from headrace.rollout import EpisodeLimits
 from headrace.rollout.environments import EnvConfig
 
 
-def environment_start(env: EnvConfig) -> EnvironmentStart:
+def make_environment_start(env: EnvConfig) -> EnvironmentStart:
     """Return the settings that each worker process of the environment ``env`` starts with."""
     return EnvironmentStart(
         kind=env.kind,
@@ -34,11 +34,11 @@ def environment_start(env: EnvConfig) -> EnvironmentStart:
         block_s=env.block_s,
         options=env.options,
         own_namespace=env.own_namespace,
-        keep=ResourceLimits(memory_bytes=(env.memory_mb or 0) << 20, processes=env.most_processes),
+        keep=ResourceLimits(memory_bytes=(env.memory_mb or 0) << 20, processes=env.max_processes),
     )
 
 
-def environment_pool(processes: Processes) -> EnvPool | None:
+def make_environment_pool(processes: Processes) -> EnvPool | None:
     """Return the controller's pool of environment workers; ``None`` if the environment needs no workers. The workers
     are not started yet."""
     order, env = processes.order, processes.order.env
@@ -50,7 +50,7 @@ def environment_pool(processes: Processes) -> EnvPool | None:
         processes.start_environment,
         start_timeout_s=order.launch.start_timeout_s,
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=endpoint_of(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
+        listening=plan_endpoint(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
     )
 
 
@@ -72,21 +72,22 @@ def make_pool(
         start_timeout_s=start_timeout_s,
         scored=bool(env.components),
     )
-    return EnvPool(partial(start_worker, environment_start(env)), config, warn=warn, listening=listening)
+    return EnvPool(partial(start_worker, make_environment_start(env)), config, warn=warn, listening=listening)
 
 
-def endpoint_of(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
+def plan_endpoint(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
     """Return the function that opens the endpoint at which programs reach their episodes; ``None`` if the environment
     has no endpoint. The endpoint listens at ``env.host``, or at ``host`` if that is unset; ``host`` is the address at
-    which the programs reach this machine. ``agents`` are the agent names that programs may use as model names."""
+    which the programs reach this machine. ``sampling`` are the sampling parameters of the policy, and ``agents`` are
+    the agent names that programs may use as model names."""
     if not env.has_endpoint:
         return None
-    at = ListenAddress(host=env.host or host, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
+    address = ListenAddress(host=env.host or host, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
     listening = open_endpoint()
-    return lambda warn: listening(sampling, clock=RealClock(), warn=warn, agents=agents, at=at)
+    return lambda warn: listening(sampling, clock=RealClock(), warn=warn, agents=agents, at=address)
 
 
-def episode_limits(order: LaunchOrder) -> EpisodeLimits:
+def make_episode_limits(order: LaunchOrder) -> EpisodeLimits:
     """Return the budgets of one episode (tokens, turns, tool calls) from the settings of the run."""
     env = order.env
     return EpisodeLimits(

@@ -7,7 +7,7 @@ run are forked.
 
 A new interpreter needs seconds of processor time to import torch and transformers, and hundreds of megabytes that it
 shares with no other process. A fork needs milliseconds, and shares every page that neither process writes. A program
-that makes several runs, one after the other, can use one server for all of them (:func:`keep_fork_server`).
+that makes several runs sequentially can use one server for all of them (:func:`keep_fork_server`).
 
 Only the parent of a process receives its exit code, so the fork server reports the exit codes of its parts. The
 alternative, that the controller adopts the parts (``PR_SET_CHILD_SUBREAPER``), would change a process of the user,
@@ -115,6 +115,7 @@ class ForkedProcess:
         self.pid = pid
         self._pidfd = pidfd
         self._code: asyncio.Future[int] = loop.create_future()
+        """The exit code, which is set when the process has ended."""
         loop.add_reader(pidfd, self._on_exit, loop)
 
     @property
@@ -176,9 +177,12 @@ class ForkServer:
         first answer arrives after it has imported its libraries."""
         self.timeout_s = timeout_s
         self._circumstances = ForkCircumstances.current()
+        """The state of this process that the fork server has inherited."""
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._control, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """``_control``: this end of the socket for orders and reports."""
         lifeline, self._lifeline = os.pipe()
+        """``_lifeline``: this end of the pipe whose closing ends the fork server."""
         try:
             title = f"headrace-{os.getpid()}-".ljust(TITLE_BYTES, ".")
             self._process = subprocess.Popen(
@@ -195,10 +199,13 @@ class ForkServer:
         self._control.setblocking(False)
         self.in_use = False
         """Whether a run forks its parts from this server. One server serves at most one run at a time."""
-        self._numbers = count()
+        self._call_numbers = count()
         self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
+        """The future of the part that each unanswered order will fork, by the number of the order."""
         self._parts: dict[int, ForkedProcess] = {}
+        """The parts that have not ended, by process id."""
         self._warn: Callable[[str], None] = lambda _: None
+        """The function that receives warnings; it is set by :meth:`listening`."""
         self.lost = False
         """Whether the fork server has ended or does not answer, so that later parts must be new interpreters."""
 
@@ -207,7 +214,7 @@ class ForkServer:
         """The process id of the fork server."""
         return self._process.pid
 
-    def fits(self) -> bool:
+    def is_reusable(self) -> bool:
         """Return whether another run can use this server in place of a new one: no run uses it, and the program, the
         environment variables and the working directory are the same as when it was started."""
         return not self.in_use and self._circumstances == ForkCircumstances.current()
@@ -242,7 +249,7 @@ class ForkServer:
         Raises :class:`ForkServerLost` if the fork server has ended or does not answer in time, and ``OSError`` if the
         operating system refuses to fork.
         """
-        call = next(self._numbers)
+        call = next(self._call_numbers)
         order = ForkOrder(call=call, name=name, directory=directory, environment=environment)
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._pending[call] = answer
@@ -327,28 +334,29 @@ class ForkServer:
     def _end_lost_server(self, *, silent: bool) -> str:
         """Kill the process of the fork server, and return a warning with the way in which it ended, or with the fact
         that it was ``silent``, and with the last lines of its log."""
-        stopped = self._is_stopped()
+        is_stopped = self._is_stopped()
         self._process.kill()  # a silent process is still running
         code = self._process.wait()
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
         output = self._log.read().decode("utf-8", "replace").strip()
         if silent:
-            ending = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self.timeout_s:g} s"
+            ending = f"{'is stopped' if is_stopped else 'has not answered'}, and was killed after {self.timeout_s:g} s"
         else:
-            ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            ending = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = "".join(f"\n    {line}" for line in output.splitlines()[-LOG_LINES:])
         return f"the fork server (pid {self.pid}) {ending}: its parts live on, later ones are new interpreters{lines}"
 
 
 @contextmanager
-def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
-    """Start a fork server if parts run on this machine and the system supports it (Linux 5.3 or later), and yield it;
-    otherwise yield ``None``. The server ends with this context, unless :func:`keep_fork_server` keeps it."""
+def open_fork_server(launch: LaunchConfig) -> Iterator[ForkServer | None]:
+    """Start a fork server if parts run on this machine (``launch``) and the system supports it (Linux 5.3 or later),
+    and yield it; otherwise yield ``None``. The server ends with this context, unless :func:`keep_fork_server` keeps
+    it."""
     if launch.remote or not _can_fork():
         yield None
         return
     try:
-        server = _kept_server(launch.start_timeout_s) or ForkServer(launch.start_timeout_s)
+        server = _get_kept_server(launch.start_timeout_s) or ForkServer(launch.start_timeout_s)
     except OSError:  # the starter will fail with the same error, and report it
         yield None
         return
@@ -383,7 +391,7 @@ def keep_fork_server() -> Iterator[None]:
             server.close()
 
 
-def _kept_server(timeout_s: float) -> ForkServer | None:
+def _get_kept_server(timeout_s: float) -> ForkServer | None:
     """Return the kept fork server of the innermost context of :func:`keep_fork_server`; start it first if there is none
     yet or it has died. Return ``None`` without such a context, or if the server does not fit. ``timeout_s`` is the
     longest time to wait for an answer, in seconds."""
@@ -396,7 +404,7 @@ def _kept_server(timeout_s: float) -> ForkServer | None:
         server = None
     if server is None:
         server = _kept[-1] = ForkServer(timeout_s)
-    if not server.fits():
+    if not server.is_reusable():
         return None
     server.timeout_s = timeout_s
     return server

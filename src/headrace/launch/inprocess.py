@@ -49,7 +49,9 @@ class MemoryChannel:
         """Create a channel whose client runs in the event loop ``loop``."""
         self._loop = loop
         self._orders: deque[Any] = deque()
+        """The orders that the thread has not received."""
         self._arrived = threading.Event()
+        """Set when an order arrives, which wakes the waiting thread."""
         self.deliver: Callable[[Any], None] | None = None
         """The function that receives the thread's messages in the event loop. It is set before the thread starts."""
 
@@ -130,7 +132,7 @@ class LocalEngine(EngineClient):
         self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
     ) -> None:
         """Create an engine that runs ``core``. Its thread starts when the context is entered. ``clock`` is the clock of
-        the step loop, and ``name`` is the name of the engine in errors."""
+        the step loop, ``config`` are the limits of the engine, and ``name`` is its name in errors."""
         config = config or LocalEngineConfig()
         self._memory = MemoryChannel(asyncio.get_running_loop())
         super().__init__(
@@ -145,6 +147,7 @@ class LocalEngine(EngineClient):
         self._core = core
         self._clock = clock
         self._dead = asyncio.Event()
+        """Set when the engine is closed or broken."""
 
     async def __aenter__(self) -> Self:
         """Start the step-loop thread and the staging thread, and return this engine."""
@@ -173,10 +176,10 @@ class LocalEngine(EngineClient):
         assert self._closed is not None
         return self._closed
 
-    def end(self, why: ComponentDied) -> None:
-        """Make all waiting calls and every later call fail with ``why``, and wake the callers of
+    def end(self, death: ComponentDied) -> None:
+        """Make all waiting calls and every later call fail with ``death``, and wake the callers of
         :meth:`wait_for_death`."""
-        super().end(why)
+        super().end(death)
         self._dead.set()
 
     def withdraw_all(self) -> None:

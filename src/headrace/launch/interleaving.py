@@ -61,7 +61,7 @@ def with_checksum(line: bytes, before: int) -> bytes:
 
 def read_interleaving(path: Path) -> list[RecordedInput]:
     """Read the record in the file ``path``, and return its messages in order. An incomplete last line, which remains if
-    the engine was killed while writing, is left out.
+    the engine was killed while writing, is ignored.
 
     Raises :class:`~headrace.base.errors.DataError`, with the number of the line, for a record that was changed or that
     an engine cannot have written.

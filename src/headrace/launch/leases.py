@@ -33,23 +33,23 @@ class Lease:
         self._descriptor = descriptor
 
     @classmethod
-    def directory(cls, root: Path) -> Lease:
+    def create_directory(cls, root: Path) -> Lease:
         """Create and lock a new directory in ``root`` that only this user can enter."""
         path = Path(tempfile.mkdtemp(prefix=".headrace-", dir=root))
         try:
             descriptor = _open_locked(path / LOCK)
-            return cls(path.rename(_new_path(root)), descriptor)
+            return cls(path.rename(_make_path(root)), descriptor)
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
 
     @classmethod
-    def file(cls, root: Path) -> Lease:
+    def create_file(cls, root: Path) -> Lease:
         """Create and lock a new empty file in ``root``. Another process of the run will fill it."""
         path = root / f".headrace-{secrets.token_hex(4)}"
         try:
             descriptor = _open_locked(path)
-            return cls(path.rename(_new_path(root)), descriptor)
+            return cls(path.rename(_make_path(root)), descriptor)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -80,7 +80,7 @@ def _sweep_one(path: Path) -> None:
         _remove(path)
 
 
-def _new_path(root: Path) -> Path:
+def _make_path(root: Path) -> Path:
     """Return a new path in ``root``. :func:`sweep` recognises its name, which contains this process's id and a random
     part."""
     return root / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"

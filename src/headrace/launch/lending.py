@@ -30,10 +30,10 @@ MIN_SPEEDUP = 1.05
 """The smallest speedup of units with borrowed cores for which a part borrows."""
 
 
-def make_activity_file(path: Path, parts: int) -> None:
-    """Write an activity file for ``parts`` parts in which all parts are marked as computing, because a part that still
-    loads its model must not lend its cores."""
-    path.write_bytes(b"\x01" * parts)
+def make_activity_file(path: Path, num_parts: int) -> None:
+    """Write an activity file for ``num_parts`` parts in which all parts are marked as computing, because a part that
+    still loads its model must not lend its cores."""
+    path.write_bytes(b"\x01" * num_parts)
 
 
 class OwnCores:
@@ -45,7 +45,7 @@ class OwnCores:
         :class:`LentCores`."""
         yield
 
-    def rest(self) -> None:
+    def mark_waiting(self) -> None:
         """Do nothing: this part does not lend its cores while it waits."""
 
 
@@ -55,8 +55,10 @@ class LentCores:
     methods."""
 
     def __init__(self, lending: Lending, set_threads: Callable[[int], None], clock: Clock) -> None:
-        """Open the activity file of ``lending``, and mark this part as computing."""
-        self._shares, self._place = lending.shares, lending.place
+        """Open the activity file of ``lending``, and mark this part as computing. ``clock`` measures the units of
+        work."""
+        self._shares, self._index = lending.shares, lending.place
+        """``_shares``: the number of cores that each part owns. ``_index``: the index of this part."""
         descriptor = os.open(lending.activity_file, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._activity = mmap.mmap(descriptor, len(self._shares))
@@ -64,13 +66,15 @@ class LentCores:
             os.close(descriptor)
         self._clock = clock
         self._set_threads = set_threads
-        self._threads = 0
+        self._num_threads = 0
+        """The number of threads that was set last; 0 before."""
         self._trial = _LendingTrial()
-        self._activity[self._place] = 1
+        """The measurement that decides whether this part borrows cores."""
+        self._activity[self._index] = 1
 
-    def rest(self) -> None:
+    def mark_waiting(self) -> None:
         """Mark this part as waiting, so that other parts may use its cores until its next unit of work."""
-        self._activity[self._place] = 0
+        self._activity[self._index] = 0
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
@@ -78,26 +82,26 @@ class LentCores:
         size of the unit; its time is divided by it to compare units. ``None`` means that the unit cannot be
         compared."""
         start_s = self._clock.now()
-        self._activity[self._place] = 1
-        free = self._borrowable()
-        borrow = bool(free) and self._trial.should_borrow()
-        self._use_threads(self._shares[self._place] + (free if borrow else 0))
+        self._activity[self._index] = 1
+        num_free = self._count_borrowable()
+        borrows = bool(num_free) and self._trial.should_borrow()
+        self._use_threads(self._shares[self._index] + (num_free if borrows else 0))
         yield
-        if free and amount:  # a batch without trained tokens cannot be compared
-            self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrow)
+        if num_free and amount:  # a batch without trained tokens cannot be compared
+            self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrows)
 
-    def _borrowable(self) -> int:
+    def _count_borrowable(self) -> int:
         """Return how many cores this part may borrow now: the number of cores of waiting parts, divided by the number
         of computing parts."""
         busy = self._activity[:]
         resting = sum(share for share, is_computing in zip(self._shares, busy, strict=True) if not is_computing)
         return resting // max(1, sum(busy))
 
-    def _use_threads(self, threads: int) -> None:
-        """Set the number of threads to ``threads``, if it differs from the current number; a change takes time."""
-        if threads != self._threads:
-            self._set_threads(threads)
-            self._threads = threads
+    def _use_threads(self, num_threads: int) -> None:
+        """Set the number of threads to ``num_threads``, if it differs from the current number; a change takes time."""
+        if num_threads != self._num_threads:
+            self._set_threads(num_threads)
+            self._num_threads = num_threads
 
 
 class _LendingTrial:
@@ -107,8 +111,11 @@ class _LendingTrial:
     def __init__(self) -> None:
         """Begin the first trial."""
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
+        """The times of the units of the current trial, in seconds: with (``True``) and without borrowed cores."""
         self._decision: bool | None = None
+        """Whether the part borrows cores; ``None`` during a trial."""
         self._units_left = 0
+        """The number of units until the next trial begins."""
 
     def should_borrow(self) -> bool:
         """Return whether the next unit should borrow cores, by the decision of the last trial or, during a trial, so
@@ -146,7 +153,7 @@ AnyCores = OwnCores | LentCores
 """The cores of any part. Both classes have the same methods."""
 
 
-def cores(lending: Lending | None) -> AnyCores:
+def make_cores(lending: Lending | None) -> AnyCores:
     """Return the object through which a part uses its cores. ``lending`` are the settings of the part; ``None`` means
     that it neither lends nor borrows cores."""
     if lending is None:

@@ -26,7 +26,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.base.types.observation import Event, Recovery
 from headrace.control import Components, Serving
-from headrace.control.credit import credit, segment_starts_of
+from headrace.control.credit import credit, make_segmenter
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.launch.child import LAST_REPORT_S, Child, Rendezvous
@@ -34,7 +34,13 @@ from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import Engines
-from headrace.launch.environments import JOINING, JoinServer, environment_pool, environment_start, episode_limits
+from headrace.launch.environments import (
+    JOINING,
+    JoinServer,
+    make_environment_pool,
+    make_environment_start,
+    make_episode_limits,
+)
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories, shard_workers
 from headrace.launch.resizing import FleetResizer
@@ -49,7 +55,7 @@ START_REPORT_S = 3.0
 
 
 @asynccontextmanager
-async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
+async def launch_run(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     """Start all processes of the run that ``order`` describes, and yield the launched run when all of them are ready.
     All processes are ended with the context.
 
@@ -64,10 +70,11 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _open_processes(order) as processes, _open_join_server(order, processes.site) as join_server:
         processes.refuse_little_room()
-        pool, envs = _make_scoring_stage(processes), environment_pool(processes)
+        pool, envs = _make_scoring_stage(processes), make_environment_pool(processes)
         own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
-        engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
-        rollouts = processes.rollouts(engines)
+        engines, agents = processes.make_engines(), processes.make_agent_engines()
+        teachers = processes.make_teacher_engines()
+        rollouts = processes.make_shards(engines)
         changes = FleetResizer(processes, engines)
         serving = [engines, *agents.values(), *teachers.values()]
         supervised: list[Supervisor] = [*serving, *([] if rollouts is None else [rollouts])]
@@ -81,11 +88,11 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         engines.learner_owes = lambda: learner_client.awaits_answer
         async with _supervise(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
-                **_serving_parts(order, engines, agents, pool, envs),
+                **_make_serving_parts(order, engines, agents, pool, envs),
                 shards=rollouts,
                 work_signs=lambda: vitals.num_work_signs,
                 standstills=vitals.standstills,
-                teachers=_teacher_clients(order, teachers),
+                teachers=_make_teacher_clients(order, teachers),
                 engine_set=engines.fleet,
                 learner=learner_client,
                 tasks=order.tasks,
@@ -96,30 +103,30 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
             )
             yield LaunchedRun(
                 parts=parts,
-                components=lambda: processes.components(_count_restarts(supervised), vitals.stopped()),
+                components=lambda: processes.describe_components(_count_restarts(supervised), vitals.stopped()),
                 send_warnings_to=partial(_send_warnings, pool, envs),
                 send_signs_to=vitals.send_messages_to,
                 send_recoveries_to=partial(_send_recoveries, supervised),
-                facts=processes.facts,
+                facts=processes.get_facts,
                 changes=changes,
                 private=processes.site.directory,
             )
 
 
 @asynccontextmanager
-async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
+async def launch_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
     """Start the processes that an evaluation without training needs, and yield them as the controller uses them:
     scoring and environment workers, and an engine with the weights of its model directory. If ``remote`` is given, this
     client of a remote engine takes the place of the engine. All processes are ended with the context."""
     async with _open_processes(order) as processes, _open_join_server(order, processes.site) as join_server:
-        pool, envs = _make_scoring_stage(processes), environment_pool(processes)
-        engines, agents = processes.engines(own_weights=True), processes.agents()
+        pool, envs = _make_scoring_stage(processes), make_environment_pool(processes)
+        engines, agents = processes.make_engines(own_weights=True), processes.make_agent_engines()
         supervisors = [*([engines] if remote is None else []), *agents.values()]
         for each in supervisors:
             await each.start()
         vitals = _make_vitals(processes)
         async with _supervise(processes, supervisors, pool, envs, join_server, vitals=vitals):
-            serving = _serving_parts(order, engines, agents, pool, envs)
+            serving = _make_serving_parts(order, engines, agents, pool, envs)
             yield Serving(
                 **(serving if remote is None else {**serving, "engine": remote}), standstills=vitals.standstills
             )
@@ -178,7 +185,7 @@ async def _supervise(
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
             if join_server is not None:
-                start = environment_start(processes.order.env)
+                start = make_environment_start(processes.order.env)
                 tasks.append(group.create_task(join_server.admit(envs, start, processes.start_environment)))
         on_event = processes.order.on_event
         starting = group.create_task(
@@ -224,12 +231,12 @@ def _make_vitals(processes: Processes) -> Vitals:
         del kind  # all warnings during the start are shown, also repeated ones
         order.on_event(Event(wall_s=0.0, text=text, level="info" if over else "warning"))
 
-    def others() -> dict[str, int]:
+    def get_other_pids() -> dict[str, int]:
         """Return the pids of the fork server and of the workers of rollout shards that have not ended, by name."""
         shards = [child for child in processes.children if child.state != "ended"]
         workers = [worker for shard in shards for worker in shard_workers(shard)]
-        found = {worker.name: worker.pid for worker in workers if worker.state != "ended"}
-        return found if order.forks is None or order.forks.lost else {"fork server": order.forks.pid, **found}
+        pids = {worker.name: worker.pid for worker in workers if worker.state != "ended"}
+        return pids if order.forks is None or order.forks.lost else {"fork server": order.forks.pid, **pids}
 
     return Vitals(
         children=lambda: processes.children,
@@ -238,7 +245,7 @@ def _make_vitals(processes: Processes) -> Vitals:
         clock=RealClock(),
         warn=warn,
         on_span=lambda span: order.on_spans([span]),
-        others=others,
+        other_pids=get_other_pids,
     )
 
 
@@ -273,11 +280,12 @@ def _make_scoring_stage(processes: Processes) -> ScoringStage:
     )
 
 
-def _serving_parts(
+def _make_serving_parts(
     order: LaunchOrder, engines: Engines, agents: Mapping[str, Engines], pool: ScoringStage, envs: EnvPool | None
 ) -> dict[str, Any]:
-    """Return the components that sample and score episodes, as keyword arguments of
-    :class:`~headrace.control.parts.Serving`."""
+    """Return the components that sample and score episodes of the run ``order``, as keyword arguments of
+    :class:`~headrace.control.parts.Serving`. ``engines`` are the policy's engines, ``agents`` the engines of other
+    agents, ``pool`` the scoring workers, and ``envs`` the environment workers, if there are any."""
     return {
         "engine": engines.fleet,
         "agents": Agents(
@@ -294,14 +302,14 @@ def _serving_parts(
         "max_context": order.max_context,
         "decode": order.decode,
         "chat": order.chat,
-        "limits": episode_limits(order),
+        "limits": make_episode_limits(order),
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
-        "segments": segment_starts_of(order.algo),
+        "segments": make_segmenter(order.algo),
     }
 
 
-def _teacher_clients(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
+def _make_teacher_clients(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
     """Return the clients of the teachers that have engines in this run; ``None`` if there are none. ``engines``
     contains the supervisor of each teacher's engine, by the teacher's name."""
     if not engines:
@@ -350,14 +358,14 @@ async def _wait_for_environments(envs: EnvPool, order: LaunchOrder) -> None:
     ``launch.start_timeout_s``."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
-    if not envs.keeps_some_here:
-        error = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
-        order.on_event(Event(wall_s=0.0, text=error))
+    if not envs.has_local_workers:
+        text = f"env.workers=0: waits for a machine to join at {order.launch.join} (headrace join {invitation})"
+        order.on_event(Event(wall_s=0.0, text=text))
     try:
         async with asyncio.timeout(timeout_s):
             await envs.wait_until_started()
     except TimeoutError:
-        if envs.keeps_some_here:
+        if envs.has_local_workers:
             raise DeadlineError(
                 f"the environment workers did not start within {timeout_s:g} s",
                 remedy="look at their logs in the run directory; raise launch.start_timeout_s",

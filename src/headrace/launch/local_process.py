@@ -52,7 +52,7 @@ from headrace.launch.starts import (
 )
 from headrace.rollout.scoring.sandbox.run import LAUNCHER
 
-KEEPER_S = 2.0
+SUPERVISOR_S = 2.0
 """Seconds that a supervisor process may take to end its worker, before both are killed."""
 
 
@@ -148,6 +148,7 @@ class LocalProcess:
         self._kept = kept
         self._memory = memory
         self._working_pid = 0
+        """The id of the process that does the work; 0 while it is not known."""
 
     @property
     def pid(self) -> int:
@@ -193,19 +194,19 @@ class LocalProcess:
         return computed_s(self.working_pid)
 
     async def halt_reason(self) -> str:
-        """Return what has stopped the process, or a process that it has started, in words such as ``is stopped
-        (SIGSTOP…)``; empty if none of them is stopped."""
-        descriptions = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        """Return why the operating system does not run the process, or a process that it has started, in words such as
+        ``is stopped (SIGSTOP…)``; empty if none of them is stopped."""
+        descriptions = await off_loop(lambda: describe_halted([self.pid, self.working_pid]))
         return descriptions.get(self.working_pid) or descriptions.get(self.pid, "")
 
     def describe_end(self) -> str:
         """Return how the process ended, in words that follow its name. Call this only after the process has ended."""
         assert self.returncode is not None
-        return exit_words(self.returncode)
+        return describe_exit(self.returncode)
 
     def last_lines(self, log: Path) -> list[str]:
         """Return the lines of the process's log file ``log``."""
-        return lines_of(log)
+        return read_lines(log)
 
     def close(self) -> None:
         """Close the lifeline of the process, which has ended, and remove its shared-memory file."""
@@ -214,24 +215,24 @@ class LocalProcess:
             self._memory.end()
 
     async def _end_by_supervisor(self) -> None:
-        """Order the supervisor to end the worker with all processes that it has started, and then itself. Wait up to
-        :data:`KEEPER_S` for the supervisor to end."""
+        """Make the supervisor kill the worker with all processes that it has started, and then end. Wait up to
+        :data:`SUPERVISOR_S` for the supervisor to end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KEEPER_S):
+            async with asyncio.timeout(SUPERVISOR_S):
                 await self.wait()
 
 
 async def start_process(
     name: str, briefing: Briefing, resources: ProcessResources, forks: ForkServer | None = None
 ) -> LocalProcess:
-    """Start the process ``name`` on this machine with the settings in ``briefing``, and return it. An engine or a
-    learner is forked from the fork server ``forks``, if there is one. Raises ``OSError`` if the operating system
-    refuses to start it."""
+    """Start the process ``name`` on this machine with the settings in ``briefing`` and with ``resources``, and return
+    it. An engine or a learner is forked from the fork server ``forks``, if there is one. Raises ``OSError`` if the
+    operating system refuses to start it."""
     start, memory = briefing.start, None
     if isinstance(start, EngineStart) and start.own_weights:
-        memory = Lease.file(shared_memory_root())
+        memory = Lease.create_file(shared_memory_root())
         start = msgspec.structs.replace(start, memory=str(memory.path))
     try:
         write_briefing(resources.directory / f"{name}.json", msgspec.structs.replace(briefing, start=start))
@@ -246,8 +247,9 @@ async def start_process(
 async def _spawn(
     name: str, start: Start, resources: ProcessResources, forks: ForkServer | None
 ) -> tuple[SpawnedProcess, int]:
-    """Start the process ``name``, as a fork if ``forks`` is given and the role allows it, and otherwise as a new
-    interpreter. Return the process, and the descriptor of this process's end of its lifeline."""
+    """Start the process ``name`` with the settings ``start`` and with ``resources``, as a fork if ``forks`` is given
+    and the role allows it, and otherwise as a new interpreter. Return the process, and the descriptor of this process's
+    end of its lifeline."""
     with resources.log.open("ab") as output:
 
         async def start_interpreter(lifeline: int) -> SpawnedProcess:
@@ -255,7 +257,7 @@ async def _spawn(
             closed."""
             environment = {**child_environment(resources.num_threads), **extra_environment(start)}
             return await asyncio.create_subprocess_exec(
-                *_command_line(resources.directory, name, _resource_limits(start), lifeline),
+                *_make_command_line(resources.directory, name, _resource_limits(start), lifeline),
                 stdin=DEVNULL, stdout=output, stderr=output, pass_fds=(lifeline,),
                 start_new_session=True, env=environment,
             )  # fmt: skip
@@ -273,15 +275,15 @@ async def _spawn(
 
 
 async def _spawn_with_lifeline(
-    make: Callable[[int], Awaitable[SpawnedProcess]], token: str
+    spawn: Callable[[int], Awaitable[SpawnedProcess]], token: str
 ) -> tuple[SpawnedProcess, int]:
-    """Create a pipe, the lifeline, and start a process by calling ``make`` with the descriptor of its read end. Return
+    """Create a pipe, the lifeline, and start a process by calling ``spawn`` with the descriptor of its read end. Return
     the process and the descriptor of the write end; the process ends when the write end is closed. The run's secret
     ``token`` is written to the pipe first, and the process reads it from there."""
     read_end, write_end = os.pipe()
     try:
         write_token(write_end, token)
-        return await make(read_end), write_end
+        return await spawn(read_end), write_end
     except BaseException:
         os.close(write_end)
         raise
@@ -290,30 +292,31 @@ async def _spawn_with_lifeline(
 
 
 def _resource_limits(start: Start) -> ResourceLimits | None:
-    """Return the resource limits of a worker that runs user code; ``None`` for other processes, and for workers without
-    limits."""
+    """Return the resource limits of a worker that runs user code, from its settings ``start``; ``None`` for other
+    processes, and for workers without limits."""
     return start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
 
 
-def _is_kept(keep: ResourceLimits | None) -> bool:
-    """Return whether a process with the resource limits ``keep`` has a supervisor that enforces them. Only Linux
+def _is_kept(limits: ResourceLimits | None) -> bool:
+    """Return whether a process with the resource limits ``limits`` has a supervisor that enforces them. Only Linux
     supports this."""
-    return keep is not None and sys.platform == "linux"
+    return limits is not None and sys.platform == "linux"
 
 
-def _command_line(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
-    """Return the command line that starts the process ``name`` or, if it has resource limits, its supervisor, which
+def _make_command_line(directory: Path, name: str, limits: ResourceLimits | None, lifeline: int) -> list[str]:
+    """Return the command line that starts the process ``name`` or, if it has resource ``limits``, its supervisor, which
     starts the process. ``directory`` contains its briefing, and ``lifeline`` is the descriptor of its end of the
     lifeline."""
     program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
-    if keep is None or not _is_kept(keep):
+    if limits is None or not _is_kept(limits):
         return program
-    limits = {**msgspec.structs.asdict(keep), "memory_bytes": keep.memory_bytes or psutil.virtual_memory().total // 2}
-    order = {"jailed": False, "argv": program, "line": lifeline, "limits": limits}
+    memory_bytes = limits.memory_bytes or psutil.virtual_memory().total // 2
+    limits_by_name = {**msgspec.structs.asdict(limits), "memory_bytes": memory_bytes}
+    order = {"jailed": False, "argv": program, "line": lifeline, "limits": limits_by_name}
     return [sys.executable, "-I", "-S", "-B", str(LAUNCHER), msgspec.json.encode(order).decode()]
 
 
-def lines_of(log: Path) -> list[str]:
+def read_lines(log: Path) -> list[str]:
     """Return the lines of a log file; empty if the file cannot be read."""
     try:
         return log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -334,7 +337,7 @@ def computed_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def halted_below(pids: Collection[int]) -> dict[int, str]:
+def describe_halted(pids: Collection[int]) -> dict[int, str]:
     """Find the processes on this machine that a signal or a debugger has stopped. For each of ``pids`` that is stopped,
     or that has started a stopped process, return a description that follows its name."""
     parents: dict[int, int] = {}
@@ -357,10 +360,10 @@ def halted_below(pids: Collection[int]) -> dict[int, str]:
     return texts
 
 
-def exit_words(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Return a description of an exit code, in words that follow the name of the process.
 
-    >>> exit_words(-9)
+    >>> describe_exit(-9)
     'was killed by SIGKILL (by hand, or because memory ran out)'
     """
     if code == EXIT_UNKNOWN:

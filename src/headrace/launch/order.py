@@ -129,7 +129,7 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """The process id."""
     state: str
-    """``starting``, ``ready``, ``ended``, or what has halted the process."""
+    """``starting``, ``ready``, ``ended``, or the reason why the process does not run, such as ``stopped (SIGSTOP)``."""
     version: int | None
     """The version of its weights; ``None`` for a part without weights."""
     device: str = ""

@@ -12,7 +12,7 @@ from headrace.models.devices import Devices, device_for_one_more, num_gpus
 from headrace.models.gpus import gpu_numbers
 
 MAX_ENGINES = 64
-"""Greatest number of engines of the policy. It is also the greatest value of ``engine.count``."""
+"""Maximum number of engines of the policy. It is also the largest value of ``engine.count``."""
 
 
 def teacher_role(name: str) -> str:
@@ -41,9 +41,11 @@ class EnginePlaces:
         """Start with the engines of ``order``."""
         self._order = order
         policy = engine_names(order.engine.count)
-        others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
-        self._index = {name: index for index, name in enumerate((*policy, *others))}
+        frozen = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
+        self._index = {name: index for index, name in enumerate((*policy, *frozen))}
+        """The index of each engine, by name."""
         self._policy = dict.fromkeys(policy)
+        """The names of the policy's engines, as the keys of a dictionary, in order."""
         self._devices = list(order.devices.engines)
         """The device of each engine, by its index. The GPUs of a removed engine stay here until an engine that is added
         takes them. Then the device is empty, as is that of a removed engine that computed on processors."""
@@ -92,10 +94,10 @@ class EnginePlaces:
         :class:`~headrace.base.errors.ConfigError` if the run would have too many engines or has too few devices; then
         no engine is added."""
         self.refuse_too_many(num)
-        before, vacant = self._devices.copy(), self._vacant()
+        before, vacant = self._devices.copy(), self._find_vacant()
         try:
             for _ in range(num):
-                self._devices.append(self._another_device(vacant))
+                self._devices.append(self._choose_device(vacant))
         except ConfigError:
             self._devices = before
             raise
@@ -107,19 +109,20 @@ class EnginePlaces:
     def remove(self, index: int) -> None:
         """Remove the engine with the index ``index``, whose process has ended, so that its name and its device are free
         again. Do nothing if the engine was removed before."""
-        for name in [name for name, other in self._index.items() if other == index]:
+        for name in [name for name, known_index in self._index.items() if known_index == index]:
             del self._index[name], self._policy[name]
             if not gpu_numbers(self._devices[index]):  # a GPU that several engines share keeps room for one more
                 self._devices[index] = ""
 
-    def _vacant(self) -> list[int]:
+    def _find_vacant(self) -> list[int]:
         """Return the indices of the engines that were removed and whose GPUs no engine has taken since. The GPUs with
         the fewest other engines come first."""
-        here = [self._devices[index] for index in self._index.values()]
-        gone = set(range(len(self._devices))).difference(self._index.values())
-        return sorted((index for index in gone if self._devices[index]), key=lambda one: here.count(self._devices[one]))
+        used = [self._devices[index] for index in self._index.values()]
+        removed = set(range(len(self._devices))).difference(self._index.values())
+        vacant = [index for index in removed if self._devices[index]]
+        return sorted(vacant, key=lambda index: used.count(self._devices[index]))
 
-    def _another_device(self, vacant: list[int]) -> str:
+    def _choose_device(self, vacant: list[int]) -> str:
         """Return the device for one more engine: that of the first engine in ``vacant``, which is taken from it, or
         else GPUs that no part uses."""
         order = self._order

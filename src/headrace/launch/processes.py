@@ -54,7 +54,7 @@ from headrace.launch.supervision import SupervisionConfig, describe_loss
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
-from headrace.rollout.scoring.fit import columns_for
+from headrace.rollout.scoring.fit import find_reliable_columns
 from headrace.sync.config import Route, RunPlaces
 from headrace.sync.estimate import refuse_little_room
 
@@ -77,44 +77,44 @@ class Processes:
     """Number of scoring workers that were started, including workers that were replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns of the dataset that a component of the reward can rely on, by the label of the component; see
-    :func:`~headrace.rollout.scoring.fit.columns_for`."""
+    :func:`~headrace.rollout.scoring.fit.find_reliable_columns`."""
     num_environments: int = 0
     """Number of environment workers that were started, including workers that were replaced."""
     places: EnginePlaces = field(init=False)
     """The engines that the run has now, with their devices."""
 
     def __post_init__(self) -> None:
-        """Begin with the engines of the order."""
+        """Set ``places`` to the engines of the order."""
         self.places = EnginePlaces(self.order)
 
     def refuse_little_room(self) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little space for the versions of the
         weights that the transport stores. If the learner runs on another machine, it checks this when it starts."""
         if not self.order.launch.remote:
-            refuse_little_room(self.order.sync, self._places(), self.order.version_bytes)
+            refuse_little_room(self.order.sync, self._make_places(), self.order.version_bytes)
 
-    def engines(self, *, own_weights: bool = False) -> Engines:
+    def make_engines(self, *, own_weights: bool = False) -> Engines:
         """Return the supervisor of the policy's engines. The engines are not started yet. With ``own_weights``, each
         engine uses the weights of the model directory and receives no weights from a learner."""
-        return self._engines(self.places.policy, self.order.model, own_weights=own_weights)
+        return self._make_supervisor(self.places.policy, self.order.model, own_weights=own_weights)
 
-    def agents(self) -> dict[str, Engines]:
+    def make_agent_engines(self) -> dict[str, Engines]:
         """Return, for each agent with frozen weights, the supervisor of its engine, by the agent's name. The engines
         are not started yet."""
         return {
-            name: self._engines((f"agent-{name}",), model, own_weights=True)
+            name: self._make_supervisor((f"agent-{name}",), model, own_weights=True)
             for name, model in self.order.agents.items()
         }  # fmt: skip
 
-    def teachers(self) -> dict[str, Engines]:
+    def make_teacher_engines(self) -> dict[str, Engines]:
         """Return, for each teacher that needs an engine, the supervisor of its engine, by the teacher's name. The
         engines are not started yet."""
         return {
-            name: self._engines((teacher_role(name),), teacher.model, own_weights=True)
+            name: self._make_supervisor((teacher_role(name),), teacher.model, own_weights=True)
             for name, teacher in self.order.teachers.items()
         }
 
-    def rollouts(self, engines: Engines) -> RolloutShards | None:
+    def make_shards(self, engines: Engines) -> RolloutShards | None:
         """Return the supervisor of the rollout shards, which send their requests to ``engines``; ``None`` if the
         episodes run in the controller. The shards are not started yet."""
         names = shard_names(self.order.launch.rollouts)
@@ -123,7 +123,7 @@ class Processes:
         return RolloutShards(
             self._start_rollout,
             names,
-            self._supervision_config(),
+            self._make_supervision_config(),
             RealClock(),
             fleet=engines.fleet,
             client=engines.client,
@@ -145,7 +145,7 @@ class Processes:
             retries=order.env.retries,
             record_tokens=order.record_tokens,
             deadline_s=order.sync.longest_s(order.version_bytes),
-            environment=self._shard_env_settings() if order.env.remote else None,
+            environment=self._make_shard_environment() if order.env.remote else None,
         )
         self.forget_ended()
 
@@ -155,7 +155,7 @@ class Processes:
 
         return await self._start(name, start, 1, client)
 
-    def _shard_env_settings(self) -> ShardEnvironment:
+    def _make_shard_environment(self) -> ShardEnvironment:
         """Return the settings with which a shard starts the environment of the run."""
         order = self.order
         return ShardEnvironment(
@@ -167,7 +167,7 @@ class Processes:
             start_timeout_s=order.launch.start_timeout_s,
         )
 
-    def _supervision_config(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
+    def _make_supervision_config(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
         """Return the limits for the supervision of engines and rollout shards. ``version`` is the version of the
         weights that an engine has when it is ready."""
         launch = self.order.launch
@@ -179,11 +179,11 @@ class Processes:
             version=version,
         )
 
-    def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
+    def _make_supervisor(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
         """Return the supervisor of the engines ``names``, which all serve ``model``. The engines are not started yet.
         With ``own_weights``, they serve the weights of the model directory as version 0, and otherwise the weights that
         the learner sends."""
-        config = self._supervision_config(0 if own_weights else NOT_SAMPLED)
+        config = self._make_supervision_config(0 if own_weights else NOT_SAMPLED)
         start = partial(self._start_engine, model=model, own_weights=own_weights)
         engines = Engines(start, names, config, RealClock())
         engines.send_losses_to(self._warn_of_loss)  # an evaluation has nothing else that reports it
@@ -200,10 +200,10 @@ class Processes:
         # a run can be replayed only if one engine handles all requests
         is_only_engine = order.engine.count == 1 and not order.launch.rollouts
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
-        place, num_engines, devices = self.places.index(name), len(self.places.names), self.places.devices
+        index, num_engines, devices = self.places.index(name), len(self.places.names), self.places.devices
         if order.launch.remote:
-            devices = Devices(engines=(devices.engines[place],), learner=())
-        config = order.engine.for_engine(0 if order.launch.remote else place, devices)
+            devices = Devices(engines=(devices.engines[index],), learner=())
+        config = order.engine.for_engine(0 if order.launch.remote else index, devices)
         if name in teachers:  # a teacher samples nothing and reads one sequence at a time
             config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None, "speculation": "off"})
         num_threads = order.launch.threads("engine", num_engines, num_cores())
@@ -212,19 +212,19 @@ class Processes:
             engine=config.model_dump(mode="json"),
             max_context=teachers[name].max_context if name in teachers else order.max_context,
             num_threads=num_threads,
-            lending=self._lending_settings(place, num_engines),
-            route=self._route(),
+            lending=self._make_lending(index, num_engines),
+            route=self._make_route(),
             record_kept=order.sampling.record_kept and not own_weights,
             record_routing=order.sampling.record_routing and not own_weights,
             sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
             history="" if own_weights else str(order.run_dir / f"answers-{name}.bin"),
-            columns=self._store_settings("" if own_weights else name),
+            columns=self._make_store_if_recorded("" if own_weights else name),
             interleaving=str(order.run_dir / interleaving_file(name)) if is_only_engine and not own_weights else "",
             recorded=None if own_weights else order.recorded,
         )
         self.forget_ended()
-        return await self._start(name, start, num_threads, partial(self._engine_client, name))
+        return await self._start(name, start, num_threads, partial(self._make_engine_client, name))
 
     async def start_learner(self) -> LearnerClient:
         """Start all ranks of the learner, and return the client of rank 0."""
@@ -234,30 +234,32 @@ class Processes:
         num_engines = len(self.places.names)
         start = LearnerStart(
             model=order.model.model_dump(mode="json"),
-            learner=self._learner_settings(0),
+            learner=self._make_learner_settings(0),
             algo=order.algo.model_dump(mode="json"),
             temperature=order.sampling.temperature,
             total_steps=order.total_steps,
             snapshot="" if order.snapshot is None else str(order.snapshot),
-            route=self._route(),
+            route=self._make_route(),
             num_threads=num_threads,
-            columns=None if order.launch.remote else self._store(),
-            lending=self._lending_settings(num_engines, num_engines),
+            columns=None if order.launch.remote else self._make_store(),
+            lending=self._make_lending(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )
-        child = await self._start("learner", start, num_threads, self._learner_client)
+        child = await self._start("learner", start, num_threads, self._make_learner_client)
         for rank in range(1, world):
             name = f"{child.role}-{rank}"
-            lending = self._lending_settings(num_engines + rank, num_engines)
-            other = msgspec.structs.replace(start, rank=rank, learner=self._learner_settings(rank), lending=lending)
-            await self._start(name, other, num_threads, partial(self._rank_client, name))
+            lending = self._make_lending(num_engines + rank, num_engines)
+            rank_start = msgspec.structs.replace(
+                start, rank=rank, learner=self._make_learner_settings(rank), lending=lending
+            )
+            await self._start(name, rank_start, num_threads, partial(self._make_rank_client, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
 
-    def _lending_settings(self, place: int, num_engines: int) -> Lending | None:
-        """Return how the cores are divided, for the part with the index ``place``; ``None`` if no cores are lent. The
-        first indices belong to engines, the last to the ranks of the learner."""
+    def _make_lending(self, index: int, num_engines: int) -> Lending | None:
+        """Return how the cores are divided, for the part with the index ``index``; ``None`` if no cores are lent. The
+        first ``num_engines`` indices belong to engines, the last to the ranks of the learner."""
         launch, ranks = self.order.launch, self.order.learner.parallel.world
         if not launch.lend_cores:
             return None
@@ -266,22 +268,23 @@ class Processes:
         shares = (threads[0],) * num_engines + (threads[1],) * ranks
         if not activity_file.exists():
             make_activity_file(activity_file, len(shares))
-        return Lending(activity_file=str(activity_file), place=place, shares=shares)
+        return Lending(activity_file=str(activity_file), place=index, shares=shares)
 
-    def _store_settings(self, writer: str = "") -> StoreStart | None:
+    def _make_store_if_recorded(self, writer: str = "") -> StoreStart | None:
         """Return the settings of the store for kept-sets and experts. A part with the name ``writer`` writes into the
         store; if ``writer`` is empty, the part only reads. ``None`` if no such columns are recorded, or if parts are on
         other machines."""
         order = self.order
         records = order.sampling.record_kept or order.sampling.record_routing
-        return self._store(writer) if records and not order.launch.remote else None
+        return self._make_store(writer) if records and not order.launch.remote else None
 
-    def _store(self, writer: str = "") -> StoreStart:
-        """Return the store of the run as a part uses it, as :meth:`_columns` does, but whatever is recorded."""
+    def _make_store(self, writer: str = "") -> StoreStart:
+        """Return the store of the run as a part uses it, even if no such columns are recorded. A part with the name
+        ``writer`` writes into the store; if ``writer`` is empty, the part only reads."""
         directory = str(self.order.run_dir / COLUMNS)
         return StoreStart(directory=directory, limit_bytes=self.order.columns.limit_bytes, writer=writer)
 
-    def _learner_settings(self, rank: int) -> dict[str, Any]:
+    def _make_learner_settings(self, rank: int) -> dict[str, Any]:
         """Return the settings of the learner with the device of ``rank``, as JSON data."""
         config = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
         return config.model_dump(mode="json")
@@ -292,42 +295,43 @@ class Processes:
         env = self.order.env
         limits = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         if reward.label not in self.columns:
-            self.columns[reward.label] = tuple(sorted(columns_for(reward, [*self.order.tasks, *self.order.eval_tasks])))
+            tasks = [*self.order.tasks, *self.order.eval_tasks]
+            self.columns[reward.label] = tuple(sorted(find_reliable_columns(reward, tasks)))
         start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=limits)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self.forget_ended()
-        return await self._start(name, start, num_threads=1, make_peer=partial(self._foreign_peer, name))
+        return await self._start(name, start, num_threads=1, make_peer=partial(self._make_foreign_peer, name))
 
-    async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
-        """Start an environment worker with the settings ``start``. ``elsewhere`` is the starter of a machine that has
+    async def start_environment(self, start: EnvironmentStart, starter: Starter | None = None) -> Child:
+        """Start an environment worker with the settings ``start``. ``starter`` is the starter of a machine that has
         joined the run; ``None`` means the run's own starter."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self.forget_ended()
-        make_peer = partial(self._env_peer, name)
-        return await self._start(name, start, num_threads=1, make_peer=make_peer, elsewhere=elsewhere)
+        make_peer = partial(self._make_env_peer, name)
+        return await self._start(name, start, num_threads=1, make_peer=make_peer, starter=starter)
 
     def forget_ended(self) -> None:
         """Remove ended processes, which were replaced or removed, from the list of the run's processes."""
         self.children = [child for child in self.children if not child.closed]
 
-    def _route(self) -> Route:
+    def _make_route(self) -> Route:
         """Return the route of the weights from the learner to the engines: the transport with its addresses and its
         deadline."""
-        return self.order.sync.route(self._places(), self.order.version_bytes)
+        return self.order.sync.route(self._make_places(), self.order.version_bytes)
 
-    def _places(self) -> RunPlaces:
+    def _make_places(self) -> RunPlaces:
         """Return the files and directories through which the learner and the engines can exchange weights."""
         return RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
 
-    def components(self, restarts: Mapping[str, int], stopped: Mapping[int, str]) -> list[ComponentStatus]:
+    def describe_components(self, restarts: Mapping[str, int], stopped: Mapping[int, str]) -> list[ComponentStatus]:
         """Return the status of every process, the controller first, and behind each rollout shard its workers.
         ``restarts`` contains how many times each process was started again, by name. ``stopped`` contains what has
         stopped a process that is not a child of the controller, by its pid."""
         parts = [ComponentStatus(role="controller", pid=os.getpid(), state="ready", version=None)]
         for child in self.children:
-            version, device = _version(child.peer), child.peer.fact("device")
+            version, device = _get_version(child.peer), child.peer.get_fact("device")
             parts.append(
                 ComponentStatus(
                     role=child.role,
@@ -351,9 +355,9 @@ class Processes:
             ]
         return parts
 
-    def facts(self) -> Facts:
+    def get_facts(self) -> Facts:
         """Return the facts that the engines and the learner have reported about themselves. Parts that are not ready
-        are left out."""
+        are skipped."""
         parts = [child for child in self.children if child.role == "learner" or child.role.startswith("engine")]
         return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
 
@@ -369,36 +373,36 @@ class Processes:
         start: Start,
         num_threads: int,
         make_peer: Callable[[ControllerChannel], Peer],
-        elsewhere: Starter | None = None,
+        starter: Starter | None = None,
     ) -> Child:
         """Start the process ``name`` with the settings ``start``, append it to ``children``, and return it.
-        ``make_peer`` creates its peer from its channel. ``elsewhere`` is the starter of another machine; ``None`` means
+        ``make_peer`` creates its peer from its channel. ``starter`` is the starter of another machine; ``None`` means
         the run's own starter."""
         spec = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
-        child = await Child.start(self.site, spec, elsewhere or self.starter)
+        child = await Child.start(self.site, spec, starter or self.starter)
         self.children.append(child)
         return child
 
-    def _rank_client(self, name: str, channel: ControllerChannel) -> RankClient:
+    def _make_rank_client(self, name: str, channel: ControllerChannel) -> RankClient:
         """Return the peer of a rank of the learner other than rank 0."""
         return RankClient(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
-    def _foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
+    def _make_foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
         """Return the peer of a scoring worker. Its messages are not trusted, because the worker runs user code."""
         return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
-    def _env_peer(self, name: str, channel: ControllerChannel) -> Peer:
+    def _make_env_peer(self, name: str, channel: ControllerChannel) -> Peer:
         """Return the peer of an environment worker."""
         return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
-    def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
+    def _make_engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
         """Return the peer of the engine ``name``. The deadline for answers to its orders is the longest time that the
         transfer of one version may take."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         on_spans = rename_lane(name, self.site.on_spans)
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
-    def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
+    def _make_learner_client(self, channel: ControllerChannel) -> LearnerClient:
         """Return the peer of rank 0 of the learner."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         return LearnerClient(
@@ -411,7 +415,7 @@ def shard_workers(child: Child) -> tuple[WorkerSeen, ...]:
     return child.peer.workers if isinstance(child.peer, RolloutClient) else ()
 
 
-def _version(peer: Peer) -> int | None:
+def _get_version(peer: Peer) -> int | None:
     """Return the version of the weights that the engine or the learner behind ``peer`` currently has; ``None`` for a
     part without weights."""
     match peer:
@@ -433,9 +437,9 @@ def open_directories(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous,
         logs.mkdir(parents=True, exist_ok=True)
         for root in roots:
             sweep(root)
-        directory = Lease.directory(roots[0])
+        directory = Lease.create_directory(roots[0])
         leases.callback(directory.end)
-        weights = Lease.file(roots[1])
+        weights = Lease.create_file(roots[1])
         leases.callback(weights.end)
     except OSError as error:
         raise RunError(

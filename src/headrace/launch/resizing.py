@@ -3,11 +3,11 @@
     add N     refused, or N names and devices ──▶ each engine loads, takes the newest weights, and serves
     remove    refused, or names ──▶ each engine ends its sequences, and then its process
 
-Changes choose their engines and devices one after the other, so that two changes never choose the same engine or
-device; the chosen engines are then started or removed at the same time. An added engine is treated as every other
-engine as soon as it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the
-run began with it or it was added, as long as the run has another engine that is not being removed and has served. The
-new number is valid until the processes of the run end: a resumed run begins with ``engine.count`` engines.
+Changes choose their engines and devices sequentially, so that two changes never choose the same engine or device; the
+chosen engines are then started or removed at the same time. An added engine is treated as every other engine as soon as
+it serves: it is started again if it dies. An engine that cannot be started again is lost, whether the run began with it
+or it was added, as long as the run has another engine that is not being removed and has served. The new number is valid
+until the processes of the run end: a resumed run begins with ``engine.count`` engines.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class FleetResizer:
         self._processes, self._engines = processes, engines
         self._clock = engines.clock
         self._on_change: OnEngineChange = self._report_during_start
+        """The callback that receives a sentence about every change."""
         self._choosing = asyncio.Lock()
         """Held while engines to add are chosen and room for them is sought, so that the next change counts them."""
         self._lost: dict[str, None] = {}
@@ -56,17 +57,18 @@ class FleetResizer:
         """Return the status of every engine of the policy, and of the engines that were lost."""
         present = self._processes.places.policy
         lost = [name for name in self._lost if name not in present]
-        return (*map(self._status_of, present), *map(self._lost_status, lost))
+        return (*map(self._get_status, present), *map(self._make_lost_status, lost))
 
     async def add(self, num: int, on_progress: OnProgress) -> tuple[str, ...]:
         """Add ``num`` engines, and wait until all of them serve; see :meth:`EngineChanges.add
         <headrace.launch.order.EngineChanges.add>`."""
-        self._refuse_fixed()
+        self._refuse_if_fixed()
         async with self._choosing:
             self._processes.places.refuse_too_many(num)
             await self._refuse_no_room(num)
             names = self._processes.places.add(num)
-        on_progress(f"{', '.join(names)} {_starts(names)} on {self._devices(names)}")
+        verb = "starts" if len(names) == 1 else "start"
+        on_progress(f"{', '.join(names)} {verb} on {self._describe_devices(names)}")
         outcomes = await asyncio.gather(*(self._add(name, on_progress) for name in names), return_exceptions=True)
         self._raise_first(names, outcomes)
         return names
@@ -74,10 +76,10 @@ class FleetResizer:
     async def remove(self, name: str, num: int, drain_s: float, on_progress: OnProgress) -> tuple[str, ...]:
         """Remove engines, and wait until their processes have ended; see :meth:`EngineChanges.remove
         <headrace.launch.order.EngineChanges.remove>`."""
-        self._refuse_fixed()
-        names = self._removable(name, num)
+        self._refuse_if_fixed()
+        names = self._choose_removed(name, num)
         for each in names:
-            on_progress(f"{each} gets no new requests, and ends its {self._status_of(each).sequences} sequences")
+            on_progress(f"{each} gets no new requests, and ends its {self._get_status(each).sequences} sequences")
         have_served = [self._engines.will_restart(each) for each in names]  # before they begin to leave
         ends = [self._engines.begin_removal(each) for each in names]  # now, so that no other change relies on them
         removals = [
@@ -99,11 +101,12 @@ class FleetResizer:
             self._processes.forget_ended()
             if isinstance(error, HeadraceError):
                 brief = error.problem.partition("\n")[0]
-                self._tell(f"{name} was not added: {brief}", on_progress, changed=False)
+                self._report(f"{name} was not added: {brief}", on_progress, changed=False)
             raise
         self._lost.pop(name, None)
         seconds = self._clock.now() - start_s
-        self._tell(f"{name} was added: it serves after {seconds:.1f} s; {self._number()}{self._cores()}", on_progress)
+        state = f"{self._describe_number()}{self._describe_cores()}"
+        self._report(f"{name} was added: it serves after {seconds:.1f} s; {state}", on_progress)
 
     async def _remove(
         self, name: str, ended: asyncio.Future[int], drain_s: float, on_progress: OnProgress, *, has_served: bool
@@ -116,21 +119,21 @@ class FleetResizer:
         self._processes.places.remove(index)
         self._processes.forget_ended()
         continued = f"; {carried_over} of its sequences continue on other engines" if carried_over else ""
-        self._tell(f"{name} was removed{continued}; {self._number()}", on_progress, changed=has_served)
+        self._report(f"{name} was removed{continued}; {self._describe_number()}", on_progress, changed=has_served)
 
     def _lose(self, name: str, error: HeadraceError) -> None:
         """Free the place of the engine ``name``, which could not be started again because of ``error``."""
         self._lost[name] = None
         self._processes.places.remove(self._processes.places.index(name))
         self._processes.forget_ended()
-        self._on_change(f"{describe_loss(name, error)}; {self._number()}", lost=True)
+        self._on_change(f"{describe_loss(name, error)}; {self._describe_number()}", lost=True)
 
     def _report_during_start(self, text: str, *, changed: bool = True, lost: bool = False) -> None:
         """Report a change before the run has a log, as an event without a time."""
         del changed
         self._processes.order.on_event(Event(wall_s=0.0, text=text, level="warning" if lost else "info"))
 
-    def _tell(self, text: str, on_progress: OnProgress, *, changed: bool = True) -> None:
+    def _report(self, text: str, on_progress: OnProgress, *, changed: bool = True) -> None:
         """Report the end of a change to the log of the run, and to the program that requested the change. ``changed``
         is false if the run has the engines that it had before."""
         self._on_change(text, changed=changed)
@@ -138,7 +141,7 @@ class FleetResizer:
 
     # -- refusals ---------------------------------------------------------------------------------------------------
 
-    def _refuse_fixed(self) -> None:
+    def _refuse_if_fixed(self) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the engines of this run cannot be changed."""
         order = self._processes.order
         if order.recorded is not None:
@@ -183,16 +186,16 @@ class FleetResizer:
         has_process = child is not None and child.state != "ended"
         return not has_process and self._engines.status(name) != "leaving"
 
-    def _removable(self, name: str, num: int) -> tuple[str, ...]:
+    def _choose_removed(self, name: str, num: int) -> tuple[str, ...]:
         """Return the names of the engines to remove: ``name`` or, if ``name`` is empty, the last ``num`` engines.
         Raises :class:`~headrace.base.errors.ConfigError` if they cannot be removed."""
         present = self._processes.places.policy
         known = self._engines.names  # without those whose process is just being started, or has just ended
         stay = [each for each in present if each in known and self._engines.status(each) != "leaving"]
         if name and name not in present:
-            others = self._processes.places.names
-            what = "is the engine of an agent or a teacher" if name in others else "is not an engine of this run"
-            raise ConfigError(f"{name} {what}", remedy=f"name one of {', '.join(present)}")
+            is_known = name in self._processes.places.names
+            problem = "is the engine of an agent or a teacher" if is_known else "is not an engine of this run"
+            raise ConfigError(f"{name} {problem}", remedy=f"name one of {', '.join(present)}")
         if name and name not in stay:
             raise ConfigError(f"{name} is being removed or added already", remedy="wait until that is done")
         names = (name,) if name else tuple(stay[len(stay) - num :] if num <= len(stay) else stay)
@@ -208,12 +211,12 @@ class FleetResizer:
 
     # -- in words ---------------------------------------------------------------------------------------------------
 
-    def _status_of(self, name: str) -> EngineStatus:
+    def _get_status(self, name: str) -> EngineStatus:
         """Return the status of the engine ``name``."""
         child, state = self._engines.children.get(name), self._engines.status(name)
         if child is not None and child.state == "ended":  # another process is about to take its place
             child, state = None, state if state == "leaving" else "starting"
-        facts = {} if child is None else self._processes.facts().get(name, {})
+        facts = {} if child is None else self._processes.get_facts().get(name, {})
         ready = child is not None and child.state == "ready"
         return EngineStatus(
             name=name,
@@ -227,7 +230,7 @@ class FleetResizer:
             node="" if child is None else child.node,
         )
 
-    def _lost_status(self, name: str) -> EngineStatus:
+    def _make_lost_status(self, name: str) -> EngineStatus:
         """Return the status of the engine ``name``, which was lost."""
         return EngineStatus(
             name=name,
@@ -241,23 +244,23 @@ class FleetResizer:
             node="",
         )
 
-    def _number(self) -> str:
+    def _describe_number(self) -> str:
         """Return a sentence with the number of engines that serve."""
         num = len(self._engines.serving)
         return f"{num} engine{'' if num == 1 else 's'} serve{'s' if num == 1 else ''}"
 
-    def _devices(self, names: Sequence[str]) -> str:
+    def _describe_devices(self, names: Sequence[str]) -> str:
         """Return a list, as text, of the devices of the engines ``names``."""
         return ", ".join(dict.fromkeys(map(self._processes.places.device, names)))
 
-    def _cores(self) -> str:
+    def _describe_cores(self) -> str:
         """Return the text that says with how many cores each engine and the learner compute, to be appended to a
         sentence. It is empty if no engine computes on the processors of this machine. A running engine keeps its number
         of cores."""
         places = self._processes.places
         if self._processes.order.launch.remote or CPU not in map(places.device, places.policy):
             return ""
-        facts = self._processes.facts()
+        facts = self._processes.get_facts()
         parts = [name for name in (*places.policy, "learner") if "threads" in facts.get(name, {})]
         cores = ", ".join(f"{name} {facts[name]['threads']}" for name in parts)
         return f" (cores: {cores}, of {num_cores()})"
@@ -273,11 +276,6 @@ class FleetResizer:
         if not isinstance(error, HeadraceError):
             raise error
         added = [each for each in names if each not in failed]
-        others = f"; {', '.join(added)} {'serves' if len(added) == 1 else 'serve'}" if added else ""
-        were = "was" if len(failed) == 1 else "were"
-        raise ConfigError(f"{', '.join(failed)} {were} not added{others}: {error.problem}", remedy=error.remedy)
-
-
-def _starts(names: Sequence[str]) -> str:
-    """Return the verb of a sentence about the engines ``names``."""
-    return "starts" if len(names) == 1 else "start"
+        successes = f"; {', '.join(added)} {'serves' if len(added) == 1 else 'serve'}" if added else ""
+        verb = "was" if len(failed) == 1 else "were"
+        raise ConfigError(f"{', '.join(failed)} {verb} not added{successes}: {error.problem}", remedy=error.remedy)

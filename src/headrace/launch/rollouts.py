@@ -44,7 +44,7 @@ def shard_names(count: int) -> tuple[str, ...]:
     >>> shard_names(2)
     ('rollout-0', 'rollout-1')
     """
-    return tuple(f"rollout-{place}" for place in range(count))
+    return tuple(f"rollout-{index}" for index in range(count))
 
 
 class RolloutShards(Supervisor):
@@ -65,15 +65,21 @@ class RolloutShards(Supervisor):
         started yet. ``client`` returns the controller's client of an engine.
         :class:`~headrace.launch.supervision.Supervisor` describes the other arguments."""
         super().__init__(start, names, config, clock)
-        self._fleet, self._engine = fleet, client
+        self._fleet, self._get_engine_client = fleet, client
         self._ready: dict[str, RolloutClient] = {}
+        """The clients of the shards that are ready, by name."""
         self._changed = asyncio.Event()
+        """Set, and then replaced by a new event, when a shard becomes ready."""
         self._calls = itertools.count()
-        self._request_ranges = itertools.count(1)  # range 0 belongs to the controller
+        """The numbers of the orders that will be sent."""
+        self._request_ranges = itertools.count(1)
+        """The ranges of request numbers that are still free; range 0 belongs to the controller."""
         self._recorded: dict[EpisodeKey, dict[int, list[TokenChunk]]] = {}
         """The recorded tokens of each running episode, by the number of the sampled turn."""
         self._on_parts: Callable[[Sequence[TokenChunk]], None] = lambda _: None
+        """The callback for tokens of running turns; see :meth:`connect`."""
         self._note: Callable[[str], None] = lambda _: None
+        """The callback for unusual events; see :meth:`connect`."""
         self._changed_engines: dict[str, None] = {}
         """The names of the engines whose new state was not sent to the shards yet."""
         fleet.follow(self._engine_changed)
@@ -88,7 +94,7 @@ class RolloutShards(Supervisor):
     ) -> EpisodeGraph:
         """Run one episode of ``task`` in a shard, and return it; see
         :meth:`~headrace.rollout.runner.EpisodeRunner.run`."""
-        order = self._new_order(key.group, (key.place,), task)
+        order = self._make_order(key.group, (key.place,), task)
         async with aclosing(self._run(order, withdrawal, partial_turns)) as batches:
             async for episodes in batches:
                 return episodes[0]
@@ -97,7 +103,7 @@ class RolloutShards(Supervisor):
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run all ``size`` episodes of the group ``number`` in one shard. ``on_ended`` receives the episodes that end
         together; see :meth:`~headrace.rollout.siblings.SiblingRunner.run`."""
-        order = msgspec.structs.replace(self._new_order(number, tuple(range(size)), task), together=True)
+        order = msgspec.structs.replace(self._make_order(number, tuple(range(size)), task), together=True)
         async with aclosing(self._run(order)) as batches:
             async for episodes in batches:
                 await on_ended(episodes)
@@ -110,7 +116,7 @@ class RolloutShards(Supervisor):
     async def serve(self, child: Child, outage: Outage | None) -> None:
         """Send the states of all engines to a new shard, and make the shard available for episodes. This ends only by
         cancellation."""
-        client = self._client(child.role)
+        client = self._get_client(child.role)
         client.on_parts, client.on_note = self._record_parts, self._forward_note
         self._send_states(child.role, client, self._fleet.names)
         self._ready[child.role] = client
@@ -119,16 +125,16 @@ class RolloutShards(Supervisor):
         self._wake_waiting()
         await asyncio.Event().wait()
 
-    def leave(self, name: str) -> int:
+    def stop_using(self, name: str) -> int:
         """Stop using the shard ``name``, which has died: assign it no more episodes, and make the engines abort its
         requests. Return the number of its orders, which other shards will continue."""
-        client = self._client(name)
+        client = self._get_client(name)
         self._ready.pop(name, None)
         for engine in self._fleet.names:
-            self._engine(engine).send(AbortAllOf(answers_to=client.answers_address))
+            self._get_engine_client(engine).send(AbortAllOf(answers_to=client.answers_address))
         return client.lose()
 
-    def _client(self, name: str) -> RolloutClient:
+    def _get_client(self, name: str) -> RolloutClient:
         """Return the client of the current process of the shard ``name``."""
         peer = self.children[name].peer
         assert isinstance(peer, RolloutClient)
@@ -152,26 +158,26 @@ class RolloutShards(Supervisor):
         """Send the states of the engines ``names`` to the shard ``shard``. Their order differs between shards: among
         engines with the same load a shard chooses the first, and different shards must not choose the same engine."""
         first = self.names.index(shard) * len(names) // len(self.names)
-        client.send(EngineStateChanges(engines=tuple(map(self._engine_state, (*names[first:], *names[:first])))))
+        client.send(EngineStateChanges(engines=tuple(map(self._make_engine_state, (*names[first:], *names[:first])))))
 
-    def _engine_state(self, name: str) -> EngineStateChange:
+    def _make_engine_state(self, name: str) -> EngineStateChange:
         """Return the state of the engine ``name``, as it is sent to one shard."""
-        found = self._fleet.get_state(name)
-        if found is None:
+        current = self._fleet.get_state(name)
+        if current is None:
             return EngineStateChange(name=name)
-        state, version, paused = found
+        state, version, paused = current
         return EngineStateChange(
             name=name,
-            orders=self._engine(name).orders_address,
+            orders=self._get_engine_client(name).orders_address,
             first_request=next(self._request_ranges) << REQUESTS_BITS,
             state=state.name,
             version=version,
             paused=paused,
         )
 
-    def _new_order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
-        """Return the order to run episodes of a group from their beginning. ``places`` are their indices in the
-        group."""
+    def _make_order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
+        """Return the order to run episodes of the group ``group``, attempts at ``task``, from their beginning.
+        ``places`` are their indices in the group."""
         return StartEpisodes(call=0, group=group, places=places, task=task)
 
     async def _run(
@@ -195,7 +201,8 @@ class RolloutShards(Supervisor):
         self, order: StartEpisodes, withdrawal: Withdrawal | None
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
         """Run the episodes of ``order``, and yield lists of episodes that have ended together. If a shard dies, its
-        episodes continue in another shard from their recorded tokens."""
+        episodes continue in another shard from their recorded tokens. ``withdrawal`` can end an episode that runs
+        alone."""
         pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
         while pending:
             recorded_turns = [turn for recorded in pending.values() for turn in recorded.values()]
@@ -214,7 +221,7 @@ class RolloutShards(Supervisor):
         self, order: StartEpisodes, withdrawal: Withdrawal | None
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
         """Run the episodes of ``order`` in one shard. Yield lists of episodes that have ended together, until all have
-        ended or the shard dies."""
+        ended or the shard dies. ``withdrawal`` can end an episode that runs alone."""
         client = await self._wait_for_shard(order.group)
         self._send_changed_engines()
         arrived, num_pending = client.begin(order), len(order.places)

@@ -207,7 +207,7 @@ class RolloutStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeout_s: float | None
     """Seconds that an attempt may take; ``None`` means no limit."""
     retries: int
-    """Number of further attempts at an episode after its environment has failed."""
+    """Maximum number of further attempts at an episode after its environment has failed."""
     record_tokens: int
     """Number of tokens of each running turn that a crash may lose; 0 means that running turns are not recorded."""
     deadline_s: float

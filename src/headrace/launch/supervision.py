@@ -38,7 +38,7 @@ LAST_MESSAGES_S = 0.05
 REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
 """The remedy in the error that ends a run because of a dead process. A remedy for the cause may follow it."""
 LOG_REMEDY = "look at its log in the run directory"
-"""The remedy in the error about a dead process, where nothing better is known."""
+"""The remedy in the error about a dead process, if nothing better is known."""
 START_REMEDY = f"{LOG_REMEDY}; raise launch.start_timeout_s for a large model"
 """The remedy in the error about a process that does not become ready in time."""
 
@@ -94,12 +94,17 @@ class Supervisor(ABC):
         self.children: dict[str, Child] = {}
         """The current process of each name."""
         self._kill_events = {name: asyncio.Event() for name in names}
+        """For each process, the event that is set when its kill is requested."""
         self._kill_reasons: dict[str, ComponentDied] = {}
+        """For each process whose kill was requested, the error with the reason."""
         self._deaths: deque[float] = deque(maxlen=config.restarts or None)
+        """The times of the last deaths, as many as restarts are allowed."""
         self.restarts = Counter[str]()
         """The number of times that each process was started again, by name."""
         self._on_recovery: Callable[[Recovery], None] = lambda _: None
+        """The callback for deaths and recoveries; see :meth:`send_recoveries_to`."""
         self._on_loss: Callable[[str, HeadraceError], None] = lambda _, __: None
+        """The callback for processes that are forgotten; see :meth:`send_losses_to`."""
         self._tasks: asyncio.TaskGroup | None = None
         """The tasks that supervise one process each; ``None`` before :meth:`run`."""
         self._additions: dict[str, asyncio.Future[None]] = {}
@@ -115,7 +120,7 @@ class Supervisor(ABC):
         that ends with it and must be reported with :meth:`report_recovery`; ``None`` at the first start."""
 
     @abstractmethod
-    def leave(self, name: str) -> int:
+    def stop_using(self, name: str) -> int:
         """Stop using the process ``name``, which has died, and return how many of its sequences or episodes continue
         elsewhere."""
 
@@ -188,18 +193,19 @@ class Supervisor(ABC):
     def _forget(self, name: str, carried_over: int = 0) -> None:
         """Remove all records of the process ``name``, which has ended and is not started again. ``carried_over`` is the
         number of its sequences that continue elsewhere."""
-        self.names = tuple(other for other in self.names if other != name)
-        for known in (self.children, self._kill_events, self._kill_reasons, self._additions, self.restarts):
-            known.pop(name, None)
+        self.names = tuple(known for known in self.names if known != name)
+        for records in (self.children, self._kill_events, self._kill_reasons, self._additions, self.restarts):
+            records.pop(name, None)
         self._update_patience()
         removal = self._removals.pop(name, None)
         if removal is not None and not removal.done():
             removal.set_result(carried_over)
 
-    def order_kill(self, name: str, why: str, remedy: str = LOG_REMEDY) -> None:
-        """Make the task that supervises the process ``name`` kill it. ``why`` becomes the cause of its end, and
-        ``remedy`` says what the user can do about it."""
-        self._kill_reasons[name] = ComponentDied(f"{why}: it was ended", remedy=remedy)
+    def request_kill(self, name: str, reason: str, remedy: str = LOG_REMEDY) -> None:
+        """Request that the task that supervises the process ``name`` kills it, and return at once. A process that is
+        being removed is first told to shut down. ``reason`` becomes the cause of death in the error about the process,
+        and ``remedy`` says what the user can do about it."""
+        self._kill_reasons[name] = ComponentDied(f"{reason}: it was ended", remedy=remedy)
         self._kill_events[name].set()
 
     def report(self, recovery: Recovery) -> None:
@@ -269,59 +275,61 @@ class Supervisor(ABC):
 
     def _end_without_restart(self, child: Child, death: ComponentDied) -> None:
         """Stop using the process ``child``, which has ended because it is being removed, or which was added and has
-        ended before it served. In the latter case, the caller of :meth:`add` receives its error."""
-        carried_over, served = self.leave(child.role), self._additions.get(child.role)
+        ended before it served. In the latter case, the caller of :meth:`add` receives its error, or ``death`` if the
+        process has reported none."""
+        carried_over, served = self.stop_using(child.role), self._additions.get(child.role)
         child.close()
         self._forget(child.role, carried_over)
         if served is not None and not served.done():
             served.set_exception(child.peer.reported_error or death)
 
     async def _run_until_death(self, child: Child, outage: Outage | None) -> ComponentDied:
-        """Supervise one process until its end, and return the error that names the cause of its end. ``outage`` is the
-        outage that this process will end; ``None`` at the first start."""
+        """Supervise the process ``child`` until its end, and return the error that names the cause of its end.
+        ``outage`` is the outage that this process will end; ``None`` at the first start."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
                 group.create_task(self._serve_when_ready(child, outage)),
-                group.create_task(self._kill_when_ordered(child)),
+                group.create_task(self._kill_when_requested(child)),
             ]
             if self._config.restarts:
-                tasks.append(group.create_task(self._order_kill_when_stopped(child)))
+                tasks.append(group.create_task(self._request_kill_when_stopped(child)))
             cause = await child.wait_for_death()
             await asyncio.sleep(LAST_MESSAGES_S)
             for task in tasks:
                 task.cancel()
-        reason, place = self._kill_reasons.pop(child.role, None), child.peer.fact("place")
+        reason, gpus = self._kill_reasons.pop(child.role, None), child.peer.get_fact("place")
         if reason is None:
             return ComponentDied(cause, remedy=LOG_REMEDY)
-        return ComponentDied(f"{reason.problem} ({place})", remedy=reason.remedy) if place else reason
+        return ComponentDied(f"{reason.problem} ({gpus})", remedy=reason.remedy) if gpus else reason
 
     async def _serve_when_ready(self, child: Child, outage: Outage | None) -> None:
-        """Use a new process when it is ready. ``outage`` is the outage that it will end; ``None`` at the first start.
-        If the process is not ready in time, the run ends at the first start, and the process is killed at a later
-        start."""
+        """Use the new process ``child`` when it is ready. ``outage`` is the outage that it will end; ``None`` at the
+        first start. If the process is not ready in time, the run ends at the first start, and the process is killed at
+        a later start."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None and child.role not in self._additions:
             halted = child.peer.halted and f"; it {child.peer.halted}"
             raise DeadlineError(f"{child.role} did not start within {limit_s:g} s{halted}", remedy=START_REMEDY)
         if not child.peer.ready.done():
-            why = f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s"
-            self.order_kill(child.role, why, START_REMEDY)
+            reason = f"{child.role} (pid {child.pid}) did not start within {limit_s:g} s"
+            self.request_kill(child.role, reason, START_REMEDY)
             return
         await self.serve(child, outage)
 
-    async def _kill_when_ordered(self, child: Child) -> None:
-        """Wait until :meth:`order_kill` is called for this process, and kill it. A process that is being removed is
-        first ordered to shut down."""
+    async def _kill_when_requested(self, child: Child) -> None:
+        """Wait until :meth:`request_kill` is called for the process ``child``, and kill it. A process that is being
+        removed is first told to shut down."""
         await self._kill_events[child.role].wait()
         if child.role in self._removals:
             await child.shut_down(Shutdown())
         else:
             await child.kill()
 
-    async def _order_kill_when_stopped(self, child: Child) -> None:
-        """Order the kill of a process that was stopped for ``silence_s`` and has not answered an order.
+    async def _request_kill_when_stopped(self, child: Child) -> None:
+        """Request the kill of the process ``child`` when it was stopped for ``silence_s`` and has not answered an order
+        in that time.
 
         No other check detects such a process: the fleet watches only engines that have sequences, and in a run with a
         single engine the deadline of an answer is suspended while the process is stopped.
@@ -331,14 +339,14 @@ class Supervisor(ABC):
             # time is counted in ticks, so that time during which this machine was suspended is not counted
             await asyncio.sleep(TICK_S)
             stopped_s = stopped_s + TICK_S if child.peer.halted and child.peer.awaits_answer else 0.0
-        why = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
-        self.order_kill(child.role, why)
+        reason = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
+        self.request_kill(child.role, reason)
 
     def _record_death(self, child: Child, death: ComponentDied, outage: Outage | None) -> Outage:
-        """Count the death of ``child`` as one of the allowed restarts, report it, and return the outage that begins, or
-        the earlier outage that continues. Raises the error that ends the run if the process must not be started
-        again."""
-        carried_over, now_s = self.leave(child.role), self.clock.now()
+        """Count ``death``, the death of ``child``, as one of the allowed restarts, report it, and return the outage
+        that begins, or the earlier ``outage`` that continues. Raises the error that ends the run if the process must
+        not be started again."""
+        carried_over, now_s = self.stop_using(child.role), self.clock.now()
         error = child.peer.reported_error
         problem, remedy = (error or death).problem, f"{REMEDY}; {(error or death).remedy}"
         is_killed = error is None and child.killed
@@ -355,9 +363,9 @@ class Supervisor(ABC):
         self._deaths.append(now_s)
         self.restarts[child.role] += 1
         cause_line = problem.partition("\n")[0]
-        outage_now = Outage(cause=cause_line, since_s=now_s, carried_over=carried_over)
+        new_outage = Outage(cause=cause_line, since_s=now_s, carried_over=carried_over)
         # the process died again before it served: the sequences of the first death are still waiting
         if outage is not None and outage.carried_over:
-            outage_now.since_s, outage_now.carried_over = outage.since_s, outage.carried_over
-        self.report(Recovery(part=child.role, cause=cause_line, seconds=None, carried_over=outage_now.carried_over))
-        return outage_now
+            new_outage.since_s, new_outage.carried_over = outage.since_s, outage.carried_over
+        self.report(Recovery(part=child.role, cause=cause_line, seconds=None, carried_over=new_outage.carried_over))
+        return new_outage

@@ -27,7 +27,7 @@ from headrace.base.types.trace import Span
 from headrace.control.board import STOPPED_PATIENCE, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
-from headrace.launch.local_process import halted_below
+from headrace.launch.local_process import describe_halted
 
 CHECK_S = 1.0
 """The shortest time between two checks of the processes, in seconds."""
@@ -116,7 +116,7 @@ class Vitals:
     on_span: Callable[[Span], None]
     """Receives the times during which a process was stopped, as spans in the lane ``stopped`` with the process's
     name."""
-    others: Callable[[], dict[str, int]] = dict
+    other_pids: Callable[[], dict[str, int]] = dict
     """Returns the pids, by name, of processes on this machine that are not among the children."""
     num_work_signs: int = 0
     """Number of signs of work of all ranks of the learner so far."""
@@ -185,11 +185,11 @@ class Vitals:
         """Find processes that a signal or a debugger has stopped, on this machine and, less often, on other machines.
         Store the reason in each child's peer (``halted``), and report them."""
         local = [child for child in children if not child.node]
-        others = self.others()
-        halted = await off_loop(_find_halted, local, others.values()) if local or others else {}
+        other_pids = self.other_pids()
+        halted = await off_loop(_find_halted, local, other_pids.values()) if local or other_pids else {}
         for child in local:
             child.peer.halted = halted.get(child.working_pid) or halted.get(child.pid, "")
-        stopped = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
+        stopped = {(name, pid): halted[pid] for name, pid in other_pids.items() if pid in halted}
         remote = [child for child in children if child.node]
         if remote and self.clock.now() - self._remote_checked_s >= REMOTE_CHECK_S:
             self._remote_checked_s = self.clock.now()
@@ -197,7 +197,7 @@ class Vitals:
             for child, words in zip(remote, reasons, strict=True):
                 child.peer.halted = words
         stopped |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
-        self._report_stopped(stopped, {*((child.role, child.pid) for child in children), *others.items()})
+        self._report_stopped(stopped, {*((child.role, child.pid) for child in children), *other_pids.items()})
 
     def _report_stopped(self, stopped: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
         """Warn about processes that have been stopped for some time, and report when they continue or end. ``stopped``
@@ -209,9 +209,9 @@ class Vitals:
                 del self._stops[name, pid]
                 self._record_stop(name, stop)
                 if stop.warned:
-                    now = "continues" if (name, pid) in alive else "has ended"
+                    state = "continues" if (name, pid) in alive else "has ended"
                     self.warn(
-                        f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}",
+                        f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {state}",
                         kind=_stop_kind(name),
                         over=True,
                     )
@@ -265,15 +265,15 @@ class Vitals:
         )
         work.busy = bool(report.what) or (peer.awaits_answer and now_s - peer.heard_s > self._warn_after_s)
         computes = used - work.used > BUSY_SHARE * (now_s - work.checked_s)
-        ended = report.num_units != work.num_units
+        has_finished_unit = report.num_units != work.num_units
         work.num_units, work.used, work.checked_s = report.num_units, used, now_s
-        if work.busy and (ended or computes):
+        if work.busy and (has_finished_unit or computes):
             self.num_work_signs += 1
-        if ended or not work.busy:
+        if has_finished_unit or not work.busy:
             self._report_resumed(child, work)
         if peer.halted:  # reported as stopped; the time of its work is measured anew when it continues
             work.warned = ""
-        if ended or not work.busy or peer.halted:
+        if has_finished_unit or not work.busy or peer.halted:
             work.unit_started_s = work.last_sign_s = now_s
         elif computes:
             work.last_sign_s = now_s
@@ -294,20 +294,20 @@ class Vitals:
         return used
 
     def _report_stuck(self, child: Child, work: _WorkRecord, *, hangs: bool) -> None:
-        """Warn, once per unit of work, if a rank of the learner hangs or if its unit takes far longer than usual.
-        ``hangs`` says that no rank has given a sign of work for a long time; the rank's standstill is then recorded
-        too."""
+        """Warn, once per unit of work, if ``child``, a rank of the learner with the record ``work``, hangs or if its
+        unit takes far longer than usual. ``hangs`` says that no rank has given a sign of work for a long time; the
+        rank's standstill is then recorded too."""
         assert isinstance(child.peer, RankClient)
         report, now_s = child.peer.working, self.clock.now()
         assert report is not None
         unit_s, silent_s = now_s - work.unit_started_s, now_s - child.peer.heard_s
         usual = f"usually at most {report.usual_s:.1f} s" if report.usual_s else "the first of its kind"
-        at = f"{child.role} (pid {child.pid}) is at {report.what or 'an order'} for {unit_s:.0f} s ({usual})"
+        text = f"{child.role} (pid {child.pid}) is at {report.what or 'an order'} for {unit_s:.0f} s ({usual})"
         if silent_s > self._warn_after_s:
-            at += f", has shown no heartbeat for {silent_s:.0f} s"
+            text += f", has shown no heartbeat for {silent_s:.0f} s"
         work.standstill = ""
         if hangs and work.busy:
-            work.standstill = f"{at} and neither computes, reads nor writes (its process is {_describe_state(child)})"
+            work.standstill = f"{text} and neither computes, reads nor writes (its process is {_describe_state(child)})"
         long_s = max(
             self._warn_after_s, SLOW_FACTOR * report.usual_s if report.usual_s else FIRST_UNIT_FACTOR * self.timeout_s
         )
@@ -322,7 +322,7 @@ class Vitals:
                 kind=work.kind,
             )
         else:
-            self.warn(f"{at}, far longer than usual; it computes, so the run waits for it", kind=work.kind)
+            self.warn(f"{text}, far longer than usual; it computes, so the run waits for it", kind=work.kind)
 
     def _report_resumed(self, child: Child, work: _WorkRecord) -> None:
         """Report to the user that a rank about which a warning was sent continues, and how long its unit of work took.
@@ -334,10 +334,10 @@ class Vitals:
         work.warned = work.standstill = ""
 
 
-def _find_halted(local: Sequence[Child], others: Collection[int]) -> dict[int, str]:
+def _find_halted(local: Sequence[Child], other_pids: Collection[int]) -> dict[int, str]:
     """Return why processes on this machine are stopped, by pid. The processes ``local`` and processes with the pids
-    ``others`` are checked; processes that are not stopped are left out."""
-    return halted_below([*others, *(pid for child in local for pid in (child.pid, child.working_pid))])
+    ``other_pids`` are checked; the result contains only stopped processes."""
+    return describe_halted([*other_pids, *(pid for child in local for pid in (child.pid, child.working_pid))])
 
 
 def _stop_kind(name: str) -> str:

@@ -64,16 +64,16 @@ class ProbeSettings:
 def refuse_mismatch(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, settings: ProbeSettings) -> None:
     """Raise :class:`~headrace.base.errors.RunError` if the engine's logprobs of the probe (``log_mu_N``) and the
     learner's (``log_pi_N``) differ more than rounding explains. Both have one entry for each token of ``batch``, and
-    are compared where its mask is true."""
-    (places,) = np.nonzero(batch.mask_N)
-    if not len(places):
+    are compared where its mask is true. ``settings`` determine how large a difference rounding explains."""
+    (compared,) = np.nonzero(batch.mask_N)
+    if not len(compared):
         return
-    gap = Gap.between(log_mu_N[places], log_pi_N[places])
+    gap = Gap.between(log_mu_N[compared], log_pi_N[compared])
     if gap.within(settings.largest):
         return
     ends_S = np.cumsum(batch.lengths_S)
-    sample = int(np.searchsorted(ends_S, places[gap.worst_index], side="right"))
-    position = int(places[gap.worst_index] - ends_S[sample] + batch.lengths_S[sample])
+    sample = int(np.searchsorted(ends_S, compared[gap.worst_index], side="right"))
+    position = int(compared[gap.worst_index] - ends_S[sample] + batch.lengths_S[sample])
     raise RunError(
         f"the policy's engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
         f"{gap.num_tokens} tokens, and rounding explains {settings.largest:.2g}; the largest is {gap.worst:.2g} at "

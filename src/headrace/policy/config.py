@@ -156,8 +156,8 @@ def resolve(
 
 
 def with_local_models(config: PolicyConfig) -> PolicyConfig:
-    """Return the settings with each hub name of a model replaced by a local directory. A model that is not in the cache
-    is downloaded."""
+    """Return the settings ``config`` with each hub name of a model replaced by a local directory. A model that is not
+    in the cache is downloaded."""
     tree = config.model_dump(mode="json")
     local = change_models(tree, lambda setting, path: local_directory(path, setting))
     return config if local == tree else validate(PolicyConfig, local)

@@ -12,7 +12,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.base.errors import ConfigError, DataError
 
 
-def advantages_of(
+def compute_advantages(
     name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None, options: Mapping[str, Any], algo: AlgoConfig
 ) -> list[Any]:
     """Return one advantage for each reward, computed by the formula ``name`` with its ``options``, or by the formula of
@@ -21,14 +21,14 @@ def advantages_of(
     ``rewards``. :meth:`headrace.policy.Policy.advantages` calls this. Raises :class:`~headrace.base.errors.DataError`
     without rewards and :class:`~headrace.base.errors.ConfigError` for invalid options.
 
-    >>> advantages_of("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
+    >>> compute_advantages("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
     [[1.0, -1.0], [0.0, 0.0]]
     """
     if not len(rewards):
         raise DataError("there are no rewards", remedy="give one for each sample")
     nested = groups is None and all(isinstance(row, list | tuple) for row in rewards)
     flat = [reward for row in rewards for reward in row] if nested else list(rewards)
-    labels = [place for place, row in enumerate(rewards) for _ in row] if nested else groups
+    labels = [index for index, row in enumerate(rewards) for _ in row] if nested else groups
     if name is not None:
         credit = notebook.advantage(name, flat, groups=labels, **options)
     elif options:

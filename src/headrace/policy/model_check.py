@@ -133,17 +133,22 @@ class _Check:
     def __init__(self, config: ModelConfig, report: ModelReport, longest: int) -> None:
         """Load the model, choose the lengths of the compared sequences, and draw their tokens at random."""
         self._model: PreTrainedModel | None = load_model(config.model_copy(update={"lora": None}))
+        """The loaded model until :meth:`run` uses it; ``None`` afterwards, so that its memory can be freed."""
         self._config = config
         self._report = report
         text_config = read_config(config.path)
         self._largest = largest_gap(config.dtype, rerouted=is_mixture(text_config))
+        """The largest mean gap that rounding explains."""
         self._max_far_share = REROUTED_SHARE if is_mixture(text_config) else 0.0
+        """The largest fraction of tokens that may have a larger gap than rounding explains."""
         self._lengths = compared_lengths(text_config, find_context_limit(config.path).length, longest)
         rng = np.random.default_rng(0)
         # only ids that both tokenizer and model have
         num_text_ids = load_tokenizer(config.path).vocab_size
         self._vocab = vocab = min(num_text_ids, count_vocabulary(self._model))
+        """The number of token ids to draw from."""
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
+        """The token ids of the compared sequences."""
 
     def run(self, *, whole: bool) -> None:
         """Run all checks of the model in order; training, publication and export only with ``whole``."""
@@ -182,13 +187,13 @@ class _Check:
         compared sequences with ``expected``, and the logprobs that the engine records while it decodes with the
         computation of ``reference``. With ``whole``, also check training, publication and export."""
         longest = max(self._lengths)
-        room = min(longest + 32, find_context_limit(self._config.path).length)
+        max_context = min(longest + 32, find_context_limit(self._config.path).length)
         policy = Policy.load(
             self._config.path,
             lr=1e-3,
             loss="grpo",
             model=self._config.model_dump(exclude={"path"}),
-            engine={"max_context": room, "max_sequences": 8},
+            engine={"max_context": max_context, "max_sequences": 8},
             learner={"keep_routing": _can_replay_routing(read_config(self._config.path))},
         )
         async with policy:
@@ -202,20 +207,20 @@ class _Check:
     async def _check_decoding(self, policy: Policy, reference: PlainModel) -> None:
         """Let the engine sample answers to two prompts, and compare the logprobs that it recorded with the logprobs
         that transformers computes for the same tokens."""
-        room = policy.config.engine.max_context or find_context_limit(self._config.path).length
-        prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
+        max_context = policy.config.engine.max_context or find_context_limit(self._config.path).length
+        prompts = [Tokens.observed(ids_T[: max_context - 16]) for ids_T in self._sequences[-2:]]
         groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
         samples = [sample for group in groups for sample in group]
-        found, wanted = [], []
+        actual, expected = [], []
         for sample in samples:
             begin, ids_T = len(sample.prompt), sample.full.ids_T
             # an id of an image, say, has another meaning in the whole model
             unknown = np.flatnonzero(ids_T[begin:] >= self._vocab)
             end = begin + int(unknown[0]) + 1 if len(unknown) else len(ids_T)
-            found.append(sample.full.logprobs_T[begin:end])
+            actual.append(sample.full.logprobs_T[begin:end])
             low_T, high_T = reference.logprobs(ids_T[:end])
-            wanted.append((low_T[begin - 1 :], high_T[begin - 1 :]))
-        self._compare("decode", found, wanted)
+            expected.append((low_T[begin - 1 :], high_T[begin - 1 :]))
+        self._compare("decode", actual, expected)
 
     async def _check_training(self, policy: Policy) -> None:
         """Make one optimizer step, publish the new weights to the engine, save and export the policy, and compare the
@@ -231,30 +236,32 @@ class _Check:
         swap = await policy.publish()
         self._add_finding("publish", f"version {swap.version}", swap.version == 1)
         scored = await policy.score([Tokens.observed(ids_T) for ids_T in self._sequences], temperature=1.0)
-        place = Path(tempfile.mkdtemp(prefix="headrace-check-"))
+        directory = Path(tempfile.mkdtemp(prefix="headrace-check-"))
         try:
-            policy.save(place / "saved")
-            export(place / "saved", place / "exported")
-            with open_plain_model(self._config.model_copy(update={"path": str(place / "exported")})) as exported_model:
-                wanted = [exported_model.logprobs(ids_T) for ids_T in self._sequences]
-            self._compare("export", [column_T[1:] for column_T in scored], wanted)
+            policy.save(directory / "saved")
+            export(directory / "saved", directory / "exported")
+            with open_plain_model(
+                self._config.model_copy(update={"path": str(directory / "exported")})
+            ) as exported_model:
+                expected = [exported_model.logprobs(ids_T) for ids_T in self._sequences]
+            self._compare("export", [column_T[1:] for column_T in scored], expected)
         finally:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
-    def _compare(self, part: str, found: list[FloatColumn], wanted: list[Span]) -> None:
-        """Add the finding ``part`` to the report: by how much the logprobs ``found`` of each sequence are outside the
-        intervals ``wanted`` of transformers, and at which token most. The part fails if this is more than rounding
+    def _compare(self, part: str, actual: list[FloatColumn], expected: list[Span]) -> None:
+        """Add the finding ``part`` to the report: by how much the logprobs ``actual`` of each sequence are outside the
+        intervals ``expected`` of transformers, and at which token most. The part fails if this is more than rounding
         explains."""
         # clipping to the interval leaves a gap of 0 inside of it, and otherwise the distance to its nearer end
-        pairs = [(column, np.clip(column, *span)) for column, span in zip(found, wanted, strict=True) if len(column)]
+        pairs = [(column, np.clip(column, *span)) for column, span in zip(actual, expected, strict=True) if len(column)]
         if not pairs:
             return
         gap, length = max(
-            ((Gap.between(column, nearest), len(column)) for column, nearest in pairs), key=lambda found: found[0].worst
+            ((Gap.between(column, nearest), len(column)) for column, nearest in pairs), key=lambda pair: pair[0].worst
         )
-        ok = all(is_rounding(*pair, self._largest, most_far=self._max_far_share) for pair in pairs)
-        where = f"at token {gap.worst_index + 1} of {length}"
-        detail = f"largest |Δ logprob| {gap.worst:.2g} {where}, mean {gap.mean_abs:.2g}"
+        ok = all(is_rounding(*pair, self._largest, max_far_share=self._max_far_share) for pair in pairs)
+        position = f"at token {gap.worst_index + 1} of {length}"
+        detail = f"largest |Δ logprob| {gap.worst:.2g} {position}, mean {gap.mean_abs:.2g}"
         if not ok:
             detail = f"{part}: {detail}; rounding explains a mean of {self._largest:g}"
         self._add_finding(part, detail, ok, gap.worst)
@@ -264,17 +271,17 @@ class _Check:
         self._report.findings.append(ModelFinding(part=part, ok=ok, detail=detail, gap=gap))
 
 
-def is_rounding(found: FloatColumn, wanted: FloatColumn, largest: float, *, most_far: float) -> bool:
-    """Return whether rounding explains the differences between the logprobs ``found`` and ``wanted`` of the same
+def is_rounding(actual: FloatColumn, expected: FloatColumn, largest: float, *, max_far_share: float) -> bool:
+    """Return whether rounding explains the differences between the logprobs ``actual`` and ``expected`` of the same
     tokens: their mean is at most ``largest``, and the fraction of tokens whose gap exceeds :data:`WORST` times
-    ``largest`` is at most ``most_far``.
+    ``largest`` is at most ``max_far_share``.
 
     >>> column, moved = np.zeros(200), np.array([0.05] + [0.0] * 199)
-    >>> is_rounding(moved, column, 1e-3, most_far=0.0), is_rounding(moved, column, 1e-3, most_far=0.01)
+    >>> is_rounding(moved, column, 1e-3, max_far_share=0.0), is_rounding(moved, column, 1e-3, max_far_share=0.01)
     (False, True)
     """
-    far_N = ~(np.abs(found - wanted) <= WORST * largest)  # not "> ...", so that NaN counts as far
-    return Gap.between(found, wanted).within(largest) and float(far_N.mean()) <= most_far
+    far_N = ~(np.abs(actual - expected) <= WORST * largest)  # not "> ...", so that NaN counts as far
+    return Gap.between(actual, expected).within(largest) and float(far_N.mean()) <= max_far_share
 
 
 def _can_replay_routing(config: Any) -> bool:
@@ -289,7 +296,8 @@ def _can_replay_routing(config: Any) -> bool:
 
 def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     """Return the lengths of the compared sequences: :data:`LENGTHS`, and a length beyond each attention window and
-    original context of the model. All lengths are limited by ``longest`` and by ``limit``, the model's context."""
+    original context of the model with the configuration ``config``. All lengths are limited by ``longest`` and by
+    ``limit``, the model's context."""
     beyond = [
         each
         for name in ("sliding_window", "attention_chunk_size", "index_topk")
@@ -297,8 +305,8 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
     ]
     beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
     lengths = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
-    most = min(limit, longest)
-    return sorted({min(length, most) for length in lengths})
+    max_length = min(limit, longest)
+    return sorted({min(length, max_length) for length in lengths})
 
 
 Span = tuple[FloatColumn, FloatColumn]
@@ -328,7 +336,7 @@ class PlainModel:
 
 @contextmanager
 def open_plain_model(config: ModelConfig) -> Iterator[PlainModel]:
-    """Load the model with transformers and its eager attention, and yield it. For a multimodal
+    """Load the model that ``config`` names with transformers and its eager attention, and yield it. For a multimodal
     checkpoint, this is the whole model. Raises :class:`~headrace.base.errors.ModelError` for a model that is not a
     causal language model."""
     whole_config, text_config = read_whole_config(config.path), read_config(config.path)

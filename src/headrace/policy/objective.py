@@ -47,6 +47,7 @@ class ReplaceableObjective(Objective):
         object.__setattr__(self, "_current", objective)  # the base class is frozen
 
     _current: Objective
+    """The objective to which every call is delegated."""
 
     @property
     def old(self) -> Any:
@@ -120,14 +121,14 @@ LINEAR = Objective(Slopes(), (), Sum())
 denominator."""
 
 
-def algo_of(choice: Choice) -> AlgoConfig:
+def resolve_algo(choice: Choice) -> AlgoConfig:
     """Return the settings of the algorithm for ``choice``: the name of a loss (all other settings have their defaults),
     an ``[algo]`` table, or a record, which is returned unchanged.
 
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or key, and for a loss that reads a column
     that the learner does not compute.
 
-    >>> algo_of("gspo").correction[0].kind
+    >>> resolve_algo("gspo").correction[0].kind
     'tis'
     """
     if isinstance(choice, AlgoConfig):
@@ -151,7 +152,7 @@ def algo_of(choice: Choice) -> AlgoConfig:
     return algo
 
 
-def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
+def compute_slopes(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
     """Call the user's loss function ``fn`` once with ``inputs``. Return its slopes ∂fn/∂log π, ``[N]`` in float32, 0
     for tokens without loss; and its metrics by name, to which ``loss``, the value of the function, is added.
 
@@ -187,8 +188,8 @@ def _number(value: Any) -> float:
 
 
 def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``batch`` has tokens that older weights sampled, and ``algo``
-    neither corrects for the difference nor allows it (``algo.allow_uncorrected``)."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``batch`` has tokens that older weights sampled, and the
+    settings ``algo`` neither correct for the difference nor allow it (``algo.allow_uncorrected``)."""
     sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
     ages = batch.ages()[sampled_N[batch.mask_N]]
     oldest = int(ages.max(initial=0))

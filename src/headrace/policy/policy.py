@@ -46,8 +46,15 @@ from headrace.models.weights import count_vocabulary, weight_tensors
 from headrace.policy import objective, store
 from headrace.policy.comparing import ProbeSettings, probe_batch, probe_tokens, refuse_mismatch
 from headrace.policy.config import PolicyConfig, PolicySettings, resolve, with_local_models
-from headrace.policy.credit import advantages_of
-from headrace.policy.objective import Choice, Formula, ReplaceableObjective, algo_of, refuse_uncorrected, slopes_of
+from headrace.policy.credit import compute_advantages
+from headrace.policy.objective import (
+    Choice,
+    Formula,
+    ReplaceableObjective,
+    compute_slopes,
+    refuse_uncorrected,
+    resolve_algo,
+)
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
 from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, run_together
 from headrace.policy.slots import Slots
@@ -81,12 +88,12 @@ class Policy:
         prompts sampled before the policy was saved."""
         config = with_local_models(config)
         path = config.model.path
-        where = str(use_device("device", config.device, only_cpu=config.model.deterministic))
+        device = str(use_device("device", config.device, only_cpu=config.model.deterministic))
         self.config = config
         self.tokenizer = tokenizer = load_tokenizer(path)
         self._clock = RealClock()
-        self._objective = ReplaceableObjective(Objective.build(algo_of(config.algo)))
-        model, engine_model = load_model(config.model, where), load_model(config.model, where)
+        self._objective = ReplaceableObjective(Objective.build(resolve_algo(config.algo)))
+        model, engine_model = load_model(config.model, device), load_model(config.model, device)
         self._learner = LearnerCore(
             model,
             config.learner,
@@ -99,6 +106,7 @@ class Policy:
             ),
         )
         self._entropy_gradient = "entropy" in self._objective.columns
+        """Whether the learner computes entropies with a gradient, which an entropy bonus needs."""
         self._max_context = config.engine.max_context or context_length(path)
         self._slots = Slots(weight_tensors(model), weight_tensors(engine_model))
         self._core = NativeEngine(
@@ -120,12 +128,12 @@ class Policy:
             keep_mask=config.learner.keep_sampling_mask,
         )
         self._vocab_size = count_vocabulary(model)
-        self._engine: LocalEngine | None = None  # only while the policy is open
+        self._engine: LocalEngine | None = None  # the thread of the engine while the policy is open
         self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
-        self._publishing = asyncio.Lock()
-        self._learner_lock = threading.Lock()  # a second thread that calls the learner gets an error and does not wait
-        self._learner_user = ""  # the method that uses the learner, for this error
-        self._call_lock = threading.Lock()  # held by each call of the learner, and by the comparison in :meth:`start`
+        self._publishing = asyncio.Lock()  # held during a publication, so that publications run one at a time
+        self._learner_lock = threading.Lock()  # held while a thread uses the learner; a second thread gets an error
+        self._learner_user = ""  # the name of the method that uses the learner, for this error
+        self._call_lock = threading.Lock()  # held by each call of the learner, and by the comparison in start()
         self._weights_lock = threading.Lock()  # held while the learner's weights are copied, changed or replaced
 
     @classmethod
@@ -180,7 +188,7 @@ class Policy:
     def engine(self) -> LocalEngine:
         """The engine of the open policy, for example to serve the policy. Raises
         :class:`~headrace.base.errors.RunError` if the policy is not open."""
-        return self._open("engine")
+        return self._get_open_engine("engine")
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
@@ -219,11 +227,11 @@ class Policy:
         await self.close()
 
     async def sample(
-        self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **how: Unpack[SampleOptions]
+        self, prompts: Sequence[Prompt], n: int = 1, *, seed: int | None = None, **options: Unpack[SampleOptions]
     ) -> list[list[Sample]]:
         """Return ``n`` answers to each prompt: a list for each prompt, in order.
 
-        A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``how`` overrides
+        A prompt is text, chat messages, token ids, or :class:`~headrace.base.types.tokens.Tokens`. ``options`` override
         the sampling settings of the policy; samples with another temperature cannot be trained. With ``seed``, the same
         call with the same weights returns the same answers; without it, each call uses new random numbers. Weights that
         are published during the call are used from then on, and every token records the version that sampled it.
@@ -233,8 +241,8 @@ class Policy:
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve. After an error, no
         answer is returned.
         """
-        engine = self._open("sample")
-        return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, how))
+        engine = self._get_open_engine("sample")
+        return await self._sampler.sample(engine, self._sampler.plan(self._sampler.encode(prompts), n, seed, options))
 
     async def fork(
         self,
@@ -244,7 +252,7 @@ class Policy:
         *,
         seed: int | None = None,
         stale: StaleFork = StaleFork.RECOMPUTE,
-        **how: Unpack[SampleOptions],
+        **options: Unpack[SampleOptions],
     ) -> list[Sample]:
         """Return ``n`` other answers that begin with the first ``at`` tokens of ``sample``'s answer. The engine
         computes the common tokens only once where it can.
@@ -252,38 +260,38 @@ class Policy:
         The common tokens become part of the prompts of the new samples: they carry no loss there, and are trained with
         ``sample``. The engine stores the last ``engine.fork_memory`` sequences; the tokens of an older sequence can be
         passed to :meth:`sample` as a prompt. ``stale`` says what happens if newer weights were published since
-        ``sample`` was sampled.
+        ``sample`` was sampled. ``seed`` and ``options`` are those of :meth:`sample`.
         """
-        engine = self._open("fork")
+        engine = self._get_open_engine("fork")
         if sample.engine != self._sampler.name:
             raise DataError(
                 "the sample to fork was not sampled by this policy since it was loaded",
                 remedy="fork what its sample() returned, or give the first tokens to sample() as a prompt",
             )
         common = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
-        options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
-        (group,) = self._sampler.plan([common], n, seed, how)
-        requests = [replace(one, group=sample.group, options=options) for one in group]
+        request_options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
+        (group,) = self._sampler.plan([common], n, seed, options)
+        requests = [replace(request, group=sample.group, options=request_options) for request in group]
         (forked,) = await self._sampler.sample(engine, [requests])
         return forked
 
     async def score(self, samples: Sequence[Sample | Tokens], *, temperature: float | None = None) -> list[FloatColumn]:
-        """Return the log-probability of each token of prompt and answer under the weights that the engine uses; 0 for
-        the first token.
+        """Return the log-probability of each token of ``samples`` (prompt and answer) under the weights that the engine
+        uses; 0 for the first token.
 
         The result has a column ``[F]`` for each sample. Recorded kept-sets and routing are applied. The default
         ``temperature`` is the policy's.
         """
-        engine = self._open("score")
+        engine = self._get_open_engine("score")
         divisor = self.config.engine.temperature if temperature is None else temperature
-        for one in samples:
-            if not isinstance(one, Sample | Tokens):
+        for sample in samples:
+            if not isinstance(sample, Sample | Tokens):
                 raise DataError(
-                    f"score() got a {type(one).__name__} in place of a sample",
+                    f"score() got a {type(sample).__name__} in place of a sample",
                     remedy="give a flat list of samples or of Tokens: [sample for group in groups for sample in group]",
                 )
-        tokens = [one.full if isinstance(one, Sample) else one for one in samples]
-        return await run_together([engine.score(one, temperature=divisor) for one in tokens])
+        sequences = [sample.full if isinstance(sample, Sample) else sample for sample in samples]
+        return await run_together([engine.score(tokens, temperature=divisor) for tokens in sequences])
 
     async def publish(self, mode: Interrupt | str = Interrupt.INFLIGHT) -> SwapReport:
         """Make the engine use the learner's weights from the next engine step on, and return the report on the commit.
@@ -291,7 +299,7 @@ class Policy:
 
         Raises :class:`~headrace.base.errors.RunError` if the engine already uses these weights.
         """
-        engine = self._open("publish")
+        engine = self._get_open_engine("publish")
         if mode not in tuple(Interrupt):
             raise ConfigError(f"mode={mode!r} does not exist", remedy=f"one of: {', '.join(Interrupt)}")
         async with self._publishing:
@@ -312,7 +320,7 @@ class Policy:
         contains the group of each reward. Rewards of one group share a baseline. The result is nested like ``rewards``.
         ``options`` are the options of :func:`headrace.algo.advantage`.
         """
-        return advantages_of(name, rewards, groups, options, self.config.algo)
+        return compute_advantages(name, rewards, groups, options, self.config.algo)
 
     def forward_backward(self, samples: Samples, advantages: Sequence[Any], *, loss: Choice | None = None) -> Gradient:
         """Add the gradient of a loss over ``samples`` to the gradient that the next :meth:`optim_step` uses.
@@ -326,8 +334,8 @@ class Policy:
         :class:`~headrace.base.errors.RunError` before any change. If the computation itself fails, the whole gradient
         is discarded, including the gradients of earlier calls.
         """
-        with self._learning("forward_backward"):
-            algo = self.config.algo if loss is None else algo_of(loss)
+        with self._reserve_learner("forward_backward"):
+            algo = self.config.algo if loss is None else resolve_algo(loss)
             chosen = Objective.build(algo)
             if "entropy" in chosen.columns and not self._entropy_gradient:
                 raise ConfigError(
@@ -347,18 +355,19 @@ class Policy:
         """Add the gradient of a user's differentiable function of the log-probabilities of all samples to the gradient
         that the next :meth:`optim_step` uses.
 
-        ``fn`` receives :class:`~headrace.algo.base.LossInputs` with all tokens of prompts and answers, one sample after
-        the other, and returns the loss, or the loss and a dict of metrics. It is called once for the whole batch, so it
+        ``samples`` and ``advantages`` are those of :meth:`forward_backward`; without ``advantages``, they are 0. ``fn``
+        receives :class:`~headrace.algo.base.LossInputs` with all tokens of prompts and answers, in the order of the
+        samples, and returns the loss, or the loss and a dict of metrics. It is called once for the whole batch, so it
         may combine samples; this needs a second forward pass. ``log_old_N`` is log π_old according to
         ``config.algo.old``, and ``log_ref_N`` the log-probability under ``config.learner.reference``. ``log_pi_N`` is 0
         outside ``mask_N``, and a gradient there has no effect. The loss is not normalised, unless ``fn`` does it.
 
         Raises :class:`~headrace.base.errors.DataError` for a function that returns no loss or has no finite gradient.
         """
-        with self._learning("forward_backward_custom"):
+        with self._reserve_learner("forward_backward_custom"):
             batch = make_batch(samples, advantages, self._requirements())
             self._objective.choose(objective.LINEAR)
-            slopes_N, reported = slopes_of(fn, self._inputs(batch))
+            slopes_N, reported = compute_slopes(fn, self._inputs(batch))
             linear = msgspec.structs.replace(batch, advantages_N=slopes_N.cpu().numpy().astype(np.float32))
             with self._weights_locked():
                 gradient = self._learner.forward_backward(linear)
@@ -371,7 +380,7 @@ class Policy:
         Raises :class:`~headrace.base.errors.RunError` if there is no gradient or it is not finite. After an error, the
         weights are unchanged.
         """
-        with self._learning("optim_step"), self._weights_lock:
+        with self._reserve_learner("optim_step"), self._weights_lock:
             return self._learner.optim_step()
 
     def demonstrations(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[Sample]:
@@ -392,7 +401,7 @@ class Policy:
         Raises :class:`~headrace.base.errors.CheckpointError` if the files cannot be written, and
         :class:`~headrace.base.errors.RunError` between ``forward_backward`` and ``optim_step``.
         """
-        with self._learning("save"):
+        with self._reserve_learner("save"):
             if self._learner.has_gradient:
                 raise RunError(
                     "there is a gradient that no step has used, and it would not be saved",
@@ -451,30 +460,30 @@ class Policy:
         weights, the context manager does nothing."""
         return self._weights_lock if self._learner.swaps_weights else nullcontext()
 
-    def _open(self, what: str) -> LocalEngine:
+    def _get_open_engine(self, method: str) -> LocalEngine:
         """Return the engine of the open policy. Raises :class:`~headrace.base.errors.RunError` if the policy is not
-        open in this event loop; ``what`` is the name of the caller's method for the message."""
+        open in this event loop; ``method`` is the name of the caller's method for the message."""
         if self._engine is None:
             state = "has been closed" if self._loop is not None else "is not open"
-            raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")
+            raise RunError(f"{method}: the policy {state}", remedy="call it inside `async with policy:`")
         if asyncio.get_running_loop() is not self._loop:
             raise RunError(
-                f"{what}: the policy was opened in another event loop",
+                f"{method}: the policy was opened in another event loop",
                 remedy="sample and publish in the loop that opened it; any thread may train",
             )
         return self._engine
 
     @contextmanager
-    def _learning(self, what: str) -> Iterator[None]:
-        """Reserve the learner for this thread while the body runs. ``what`` is the name of the caller's method for the
-        message. Raises :class:`~headrace.base.errors.RunError` if another thread is using the learner."""
+    def _reserve_learner(self, method: str) -> Iterator[None]:
+        """Reserve the learner for this thread while the body runs. ``method`` is the name of the caller's method for
+        the message. Raises :class:`~headrace.base.errors.RunError` if another thread is using the learner."""
         if not self._learner_lock.acquire(blocking=False):
             raise RunError(
-                f"{what} was called while another thread is inside {self._learner_user}",
+                f"{method} was called while another thread is inside {self._learner_user}",
                 remedy="use the learner from one thread at a time: await one asyncio.to_thread before the next",
             )
         try:
-            self._learner_user = what
+            self._learner_user = method
             with self._call_lock:
                 yield
         finally:

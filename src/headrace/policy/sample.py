@@ -57,25 +57,26 @@ class Sample:
     @classmethod
     def of(cls, full: Tokens, *, group: int = 0) -> Sample:
         """Return the sample of ``full``, the tokens of a recorded conversation. The last contiguous run of sampled
-        tokens becomes the answer, all tokens before it the prompt; tokens after it are left out. Raises
-        :class:`~headrace.base.errors.DataError` if no token was sampled.
+        tokens becomes the answer, all tokens before it the prompt; tokens after it are dropped. ``group`` is the number
+        of the prompt. Raises :class:`~headrace.base.errors.DataError` if no token was sampled.
 
-        >>> held = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
-        >>> sample = Sample.of(held)
+        >>> sampled = Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
+        >>> recorded = Tokens.observed([5, 6]) + sampled + Tokens.observed([8])
+        >>> sample = Sample.of(recorded)
         >>> sample.prompt.ids_T.tolist(), sample.tokens.ids_T.tolist()
         ([5, 6], [7])
         """
-        (places,) = np.nonzero(full.sampled_T)
-        if not len(places):
+        (sampled_indices,) = np.nonzero(full.sampled_T)
+        if not len(sampled_indices):
             raise DataError("no token of the conversation was sampled", remedy="leave it out")
-        end = int(places[-1]) + 1
+        end = int(sampled_indices[-1]) + 1
         gaps = np.flatnonzero(~full.sampled_T[:end])
         start = int(gaps[-1]) + 1 if len(gaps) else 0
         return cls(prompt=full[:start], tokens=full[start:end], group=group)
 
     @property
     def full(self) -> Tokens:
-        """The tokens of prompt and answer, one after the other."""
+        """The tokens of the prompt, followed by the tokens of the answer."""
         return self.prompt + self.tokens
 
     @property
@@ -103,20 +104,21 @@ class SampleRequirements:
 
 def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) -> Batch:
     """Return the training batch of ``samples``. ``advantages`` are nested like the samples: a number for each sample,
-    or a number for each token of its answer; ``None`` means 0 for all samples.
+    or a number for each token of its answer; ``None`` means 0 for all samples. ``required`` are the properties that the
+    samples must have.
 
     Raises :class:`~headrace.base.errors.DataError` for invalid samples and for advantages that do not match them, and
     :class:`~headrace.base.errors.RunError` for samples that this policy cannot have sampled.
     """
     flat = _flat_samples(samples)
     fulls = [sample.full for sample in flat]
-    for place, (sample, full) in enumerate(zip(flat, fulls, strict=True)):
-        _refuse_foreign(f"sample {place}", sample, full, required)
+    for index, (sample, full) in enumerate(zip(flat, fulls, strict=True)):
+        _refuse_foreign(f"sample {index}", sample, full, required)
     credit = [0.0] * len(flat) if advantages is None else _flat_advantages(samples, advantages)
-    columns = [_advantage_column(place, *pair) for place, pair in enumerate(zip(flat, credit, strict=True))]
+    columns = [_advantage_column(index, *pair) for index, pair in enumerate(zip(flat, credit, strict=True))]
     train_samples = [
-        TrainSample(key=EpisodeKey(sample.group, place), spans=(full,), mask_T=sample.mask_F, advantage=0.0)
-        for place, (sample, full) in enumerate(zip(flat, fulls, strict=True))
+        TrainSample(key=EpisodeKey(sample.group, index), spans=(full,), mask_T=sample.mask_F, advantage=0.0)
+        for index, (sample, full) in enumerate(zip(flat, fulls, strict=True))
     ]
     return msgspec.structs.replace(Batch.collate(required.step, train_samples), advantages_N=np.concatenate(columns))
 
@@ -125,14 +127,14 @@ def _flat_samples(samples: Samples) -> list[Sample]:
     """Return ``samples``, which are one list or one list for each prompt, as one list. Raises
     :class:`~headrace.base.errors.DataError` for an empty list and for anything that is not a sample."""
     flat: list[Any] = []
-    for one in samples:
-        flat += one if isinstance(one, Sequence) else [one]
+    for item in samples:
+        flat += item if isinstance(item, Sequence) else [item]
     if not flat:
         raise DataError("there are no samples", remedy="give at least one")
-    for place, sample in enumerate(flat):
+    for index, sample in enumerate(flat):
         if not isinstance(sample, Sample):
             raise DataError(
-                f"sample {place} is a {type(sample).__name__}", remedy="give samples, or a list of samples per prompt"
+                f"sample {index} is a {type(sample).__name__}", remedy="give samples, or a list of samples per prompt"
             )
     return flat
 
@@ -143,12 +145,12 @@ def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
     rows = _as_list(advantages, "advantages")
     _refuse_length("samples" if isinstance(samples[0], Sample) else "groups", len(samples), len(rows))
     flat: list[Any] = []
-    for place, (item, credit) in enumerate(zip(samples, rows, strict=True)):
+    for index, (item, credit) in enumerate(zip(samples, rows, strict=True)):
         if isinstance(item, Sample):
             flat.append(credit)
             continue
-        row = _as_list(credit, f"advantages[{place}]")
-        _refuse_length(f"samples in group {place}", len(item), len(row))
+        row = _as_list(credit, f"advantages[{index}]")
+        _refuse_length(f"samples in group {index}", len(item), len(row))
         flat += row
     return flat
 
@@ -174,30 +176,30 @@ def _refuse_length(what: str, expected: int, found: int) -> None:
         )
 
 
-def _advantage_column(place: int, sample: Sample, advantage: Any) -> FloatColumn:
+def _advantage_column(index: int, sample: Sample, advantage: Any) -> FloatColumn:
     """Return the advantage of every token of prompt and answer, ``[F]``. ``advantage`` is one number for the whole
-    sample, or a number for each token of its answer. ``place`` is the index of the sample for messages. Raises
+    sample, or a number for each token of its answer. ``index`` is the index of ``sample`` for messages. Raises
     :class:`~headrace.base.errors.DataError` for advantages with another shape, and for advantages that are not
     finite."""
     try:
         values = np.asarray(advantage, np.float32)
     except (TypeError, ValueError):
-        raise DataError(f"the advantage of sample {place} is {advantage!r}", remedy="give a number") from None
+        raise DataError(f"the advantage of sample {index} is {advantage!r}", remedy="give a number") from None
     if values.ndim and values.shape != (len(sample.tokens),):
         raise DataError(
-            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {values.shape}",
+            f"sample {index} has {len(sample.tokens)} tokens in its answer and advantages of shape {values.shape}",
             remedy="give one number, or one for each token of the answer",
         )
     if not np.isfinite(values).all():
         raise DataError(
-            f"an advantage of sample {place} is not finite",
+            f"an advantage of sample {index} is not finite",
             remedy="give finite advantages; leave a sample that does not count out, or give it 0",
         )
     if not values.ndim:
         return np.full(len(sample.prompt) + len(sample.tokens), values, np.float32)
     if sample.prompt.sampled_T.any():
         raise DataError(
-            f"sample {place} has advantages per token, and its prompt holds sampled tokens, which have none",
+            f"sample {index} has advantages per token, and its prompt holds sampled tokens, which have none",
             remedy="give one number, or a prompt of Tokens.observed(ids)",
         )
     return np.concatenate([np.zeros(len(sample.prompt), np.float32), values])
@@ -206,7 +208,8 @@ def _advantage_column(place: int, sample: Sample, advantage: Any) -> FloatColumn
 def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:
     """Raise an error for a sample that the policy cannot have sampled: with ids outside of its vocabulary
     (``DataError``), with a newer version than the learner's, or with another temperature (``RunError``). ``name``
-    identifies the sample in the message; ``full`` are the tokens of its prompt and answer."""
+    identifies the sample in the message, and ``full`` are the tokens of its prompt and answer. ``required`` are the
+    properties that the policy requires of its samples."""
     outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= required.vocab_size))
     if len(outside):
         raise DataError(

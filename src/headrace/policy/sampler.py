@@ -37,7 +37,7 @@ class SampleOptions(TypedDict, total=False):
     """The options of one call of ``sample``; see :class:`~headrace.base.types.sampling.Sampling`."""
 
     max_new_tokens: int
-    """Greatest number of tokens of an answer."""
+    """Maximum number of tokens of an answer."""
     temperature: float
     """Divisor of the logits; 0 always selects the most likely token."""
     top_k: int
@@ -96,68 +96,68 @@ class PolicySampler:
         :class:`~headrace.base.errors.DataError` for an invalid prompt, which the error names, and for an empty list."""
         if isinstance(prompts, str | Tokens) or not isinstance(prompts, Iterable):
             raise DataError(f"prompts is a {type(prompts).__name__}", remedy="give a list of prompts: [prompt]")
-        encoded = [self._encode(place, prompt) for place, prompt in enumerate(prompts)]
+        encoded = [self._encode_one(index, prompt) for index, prompt in enumerate(prompts)]
         if not encoded:
             raise DataError("there are no prompts", remedy="give at least one")
         return encoded
 
-    def _encode(self, place: int, prompt: Prompt) -> Tokens:
-        """Return the tokens of one prompt, which may have any form of :data:`Prompt`. ``place`` is its index for
-        messages."""
+    def _encode_one(self, index: int, prompt: Prompt) -> Tokens:
+        """Return the tokens of one prompt, which may have any form of :data:`Prompt`. ``index`` is its index in the
+        call, for error messages."""
         if isinstance(prompt, Tokens):
             return prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
-            (task,) = make_tasks([{"prompt": prompt}], "prompt", self._tokenizer, source=f"prompts[{place}]")
+            (task,) = make_tasks([{"prompt": prompt}], "prompt", self._tokenizer, source=f"prompts[{index}]")
             return Tokens.observed(task.prompt_ids_T)
         ids = np.asarray(prompt)
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise DataError(
-                f"prompts[{place}] is {repr(prompt)[:80]}", remedy="give text, chat messages, token ids, or Tokens"
+                f"prompts[{index}] is {repr(prompt)[:80]}", remedy="give text, chat messages, token ids, or Tokens"
             )
         return Tokens.observed(ids.astype(np.int32))
 
     def plan(
-        self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
+        self, prompts: Sequence[Tokens], n: int, seed: int | None, options: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
-        """Return the requests for ``n`` answers to each prompt, a list for each prompt. ``how`` overrides the sampling
-        parameters of the policy. With a ``seed``, calls with the same arguments use the same random numbers; with
-        ``None``, every call uses new ones."""
+        """Return the requests for ``n`` answers to each prompt, a list for each prompt. ``options`` override the
+        sampling parameters of the policy. With a ``seed``, calls with the same arguments use the same random numbers;
+        with ``None``, every call uses new ones."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)
-        defaults = self._sampling(how)
+        sampling = self._make_sampling(options)
         return [
             [
                 SampleRequest(
                     prompt=prompt,
-                    group=first + place,
-                    sampling=_with_seed(defaults, self._answer_seed(seed, first, place, member)),
+                    group=first + index,
+                    sampling=_with_seed(sampling, self._answer_seed(seed, first, index, member)),
                 )
                 for member in range(n)
             ]
-            for place, prompt in enumerate(prompts)
+            for index, prompt in enumerate(prompts)
         ]
 
-    def _answer_seed(self, seed: int | None, first: int, place: int, member: int) -> int:
-        """Return the seed of one answer: the answer number ``member`` to the prompt with the index ``place`` in this
+    def _answer_seed(self, seed: int | None, first: int, index: int, member: int) -> int:
+        """Return the seed of one answer: the answer number ``member`` to the prompt with the index ``index`` in this
         call. It follows from ``seed``, the seed of the call. If that is ``None``, it follows from the policy's seed and
         the number of the prompt; ``first`` is the number of the call's first prompt."""
         if seed is None:
-            return episode_seed(self._seed, EpisodeKey(first + place, member))
-        return episode_seed(seed, EpisodeKey(place, member))
+            return episode_seed(self._seed, EpisodeKey(first + index, member))
+        return episode_seed(seed, EpisodeKey(index, member))
 
-    def _sampling(self, how: Mapping[str, Any]) -> Sampling:
-        """Return the sampling parameters of a call: the defaults of the policy, overridden by ``how``. Raises
+    def _make_sampling(self, options: Mapping[str, Any]) -> Sampling:
+        """Return the sampling parameters of a call: the defaults of the policy, overridden by ``options``. Raises
         :class:`~headrace.base.errors.ConfigError` for an unknown name or an invalid value."""
         known = SampleOptions.__annotations__
-        for key in how:
+        for key in options:
             if key not in known:
                 raise ConfigError(f"sampling has no setting {key!r}", remedy=nearest(key, known))
         try:
-            tree = {**msgspec.to_builtins(self._defaults), **how}
+            tree = {**msgspec.to_builtins(self._defaults), **options}
             sampling = msgspec.convert({**tree, "logit_bias": dict(tree["logit_bias"])}, Sampling)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"sampling {dict(how)}: {error}", remedy="fix that setting") from None
+            raise ConfigError(f"sampling {dict(options)}: {error}", remedy="fix that setting") from None
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
@@ -182,7 +182,7 @@ class PolicySampler:
         return Sample(
             prompt=prompt,
             tokens=tokens,
-            text=self._text(tokens),
+            text=self._decode(tokens),
             stop_reason=stop_reason,
             group=request.group,
             sampling=request.sampling,
@@ -190,7 +190,7 @@ class PolicySampler:
             engine=self.name,
         )
 
-    def _text(self, tokens: Tokens) -> str:
+    def _decode(self, tokens: Tokens) -> str:
         """Return the text of sampled tokens, without special tokens."""
         tokenizer: Any = self._tokenizer  # without clean-up, so that the text is exactly the sampled text
         return str(
@@ -212,8 +212,8 @@ def _with_seed(sampling: Sampling, seed: int) -> Sampling:
 
 
 async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines concurrently and return their results in order. If a coroutine fails, the others are cancelled
-    and its error is raised."""
+    """Run all coroutines ``jobs`` concurrently and return their results in order. If a coroutine fails, the others are
+    cancelled and its error is raised."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(job) for job in jobs]

@@ -31,14 +31,18 @@ class Slots:
         """Create the two slots. ``source`` are the learner's tensors by name, and ``target`` the engine's. The first
         slot is the memory that the engine's tensors have now; the second slot is allocated here."""
         self._manifest = plan(source)
+        """The names, shapes and number formats of all tensors, which an update contains."""
         self._source = list(source.values())
         self._names = list(source)
+        """The names of the tensors, in the order of the source, the target and the slots."""
         self._target = [target[name] for name in source]
         first = [tensor.data for tensor in self._target]
         self._slots = (first, [torch.empty_like(tensor) for tensor in first])
+        """The tensors of both slots."""
         self._used_slot = 0
         """The index of the slot that the engine uses."""
         self._lock = threading.Lock()
+        """Held while the used slot and the versions are checked and changed together."""
         self._copied: int | None = None
         """The version in the slot that the engine does not use; ``None`` if it is committed, or while a copy is
         running."""
@@ -94,8 +98,8 @@ class Slots:
         """Make the engine's tensors point to the other slot, ``at_once`` tensors each time the iterator is advanced.
         After the last tensors, ``version`` is committed."""
         views = self._slots[1 - self._used_slot]
-        for place, (tensor, view) in enumerate(zip(self._target, views, strict=True)):
-            if place and place % at_once == 0:
+        for index, (tensor, view) in enumerate(zip(self._target, views, strict=True)):
+            if index and index % at_once == 0:
                 yield
             tensor.data = view
         with self._lock:

@@ -35,7 +35,7 @@ def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
     """Write the learner (model, tokenizer, optimizer, version) and the policy's ``state`` to ``directory``, which must
     not exist or must be empty. The directory gets its name only when all files are complete and synced to the disk.
 
-    Raises :class:`~headrace.base.errors.CheckpointError` if this fails; the files are then deleted.
+    Raises :class:`~headrace.base.errors.CheckpointError` if this fails; the files written so far are then deleted.
     """
     unfinished = directory.with_name(f".{directory.name}.tmp-{os.getpid()}")
     try:

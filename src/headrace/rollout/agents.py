@@ -61,7 +61,7 @@ POLICY_ALONE = Agents()
 """The agents of a run without ``[[env.agents]]``: every agent name means the policy under training."""
 
 
-def of_frozen(tokens: Tokens) -> Tokens:
+def mark_as_frozen(tokens: Tokens) -> Tokens:
     """Return a copy of ``tokens``, sampled by an engine with frozen weights, in which every version is ``FROZEN``. The
     version numbers of such an engine have no meaning in this run."""
     return msgspec.structs.replace(tokens, versions_T=np.full(len(tokens), FROZEN, np.int32))

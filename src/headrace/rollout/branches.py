@@ -39,8 +39,7 @@ class Forking:
     """
 
     def __init__(self, engine: TokenSource, *, parent: int | None, name: str, on_prefix: Callable[[], None]) -> None:
-        """Create a source that samples from ``engine`` as forks of its request ``parent``; ``None`` means without a
-        fork."""
+        """Create a source that samples from ``engine``. The other parameters are explained at the class."""
         self._engine = engine
         self._parent = parent
         self._name = name
@@ -85,9 +84,9 @@ def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
     original, num_added = turns[index], len(ends)
     bounds = [0, *ends, len(original.tokens)]
     pieces = [msgspec.structs.replace(original, tokens=original.tokens[: bounds[1]])]
-    for place in range(1, num_added + 1):
-        tokens = original.tokens[bounds[place] : bounds[place + 1]]
-        pieces.append(msgspec.structs.replace(original, tokens=tokens, parent=index + place - 1, context_routing=None))
+    for number in range(1, num_added + 1):
+        tokens = original.tokens[bounds[number] : bounds[number + 1]]
+        pieces.append(msgspec.structs.replace(original, tokens=tokens, parent=index + number - 1, context_routing=None))
     pieces[:-1] = [msgspec.structs.replace(piece, stop_reason=StopReason.SPLIT, reward=None) for piece in pieces[:-1]]
     later = [msgspec.structs.replace(turn, parent=_shift(turn.parent, index, num_added)) for turn in turns[index + 1 :]]
     turns[index:] = [*pieces, *later]
@@ -100,28 +99,29 @@ def _shift(parent: int | None, index: int, num_added: int) -> int | None:
 
 
 def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn]) -> bool:
-    """Return whether ``attempt`` repeats the kept part of an episode and continues after it. The kept part consists of
-    ``turns`` up to token ``at`` of turn ``index``."""
+    """Return whether the turns of ``attempt`` repeat the kept part of an episode and continue after it. The kept part
+    consists of ``turns`` up to token ``at`` of turn ``index``."""
     if len(attempt) <= index or len(attempt[index].tokens) <= at:
         return False
-    before = zip(turns[: index + 1], attempt[: index + 1], strict=True)
+    pairs = zip(turns[: index + 1], attempt[: index + 1], strict=True)
     return all(
-        here.parent == there.parent
-        and np.array_equal(_kept_ids(here, place, index, at), _kept_ids(there, place, index, at))
-        for place, (here, there) in enumerate(before)
+        turn.parent == repeated.parent
+        and np.array_equal(
+            _kept_ids(turn, at if number == index else None), _kept_ids(repeated, at if number == index else None)
+        )
+        for number, (turn, repeated) in enumerate(pairs)
     )
 
 
-def _kept_ids(turn: Turn, place: int, index: int, at: int) -> IntColumn:
-    """Return the token ids of ``turn`` that belong to the kept part of an episode. The kept part ends before token
-    ``at`` of turn ``index``; ``place`` is the index of ``turn``."""
-    return turn.tokens.ids_T[:at] if place == index else turn.tokens.ids_T
+def _kept_ids(turn: Turn, end: int | None) -> IntColumn:
+    """Return the ids of the first ``end`` tokens of ``turn``; of all its tokens if ``end`` is ``None``."""
+    return turn.tokens.ids_T[:end]
 
 
 def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branch: Branch) -> None:
     """Append a new branch to ``turns``, in place. The branch consists of the turns of ``attempt`` from turn ``index``
-    on, without the first ``at`` tokens of that turn, and it continues turn ``index`` of ``turns``, which was split at
-    that position before. Every appended turn records ``branch``."""
+    on, without the first ``at`` tokens of that turn, and it continues turn ``index`` of ``turns``, which has already
+    been split at that position. Every appended turn records ``branch``."""
     base = len(turns)
     for turn in attempt[index:]:
         first = len(turns) == base

@@ -10,7 +10,7 @@ from typing import Self
 
 from headrace.base.types.chat import Message, ToolCall
 from headrace.base.types.tokens import IntColumn
-from headrace.rollout.answers import Parser, parser_for, split_reasoning
+from headrace.rollout.answers import Parser, make_parser, split_reasoning
 from headrace.rollout.answers.base import THINK, ParsedAnswer
 from headrace.rollout.rendering import Renderer, Tokenizer
 
@@ -56,16 +56,16 @@ class Chat:
     stop_ids: frozenset[int]
     """Ids of the tokens that end an answer. They are not part of its text."""
     hidden_ids: frozenset[int]
-    """Ids of the special tokens that are left out of an answer's text."""
+    """Ids of the special tokens that are omitted from an answer's text."""
     longest_token: int
     """The number of characters of the longest token. It bounds how much text fits into a context."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
+    def create(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
         """Build the converter for the model with this ``tokenizer``. ``stop_ids`` are the tokens that end an answer,
         and ``parser`` is a value of ``env.tool_parser``."""
         template = tokenizer.chat_template
-        chosen_parser = parser_for(parser, template or "")
+        chosen_parser = make_parser(parser, template or "")
         marker_ids = {tokenizer.convert_tokens_to_ids(marker) for marker in chosen_parser.markers}
         return cls(
             tokenizer=tokenizer,
@@ -83,14 +83,13 @@ class Chat:
 
     def read(self, turn: int, ids: Sequence[int], reading: Reading) -> ReadAnswer:
         """Return the message that ``ids``, the sampled tokens of turn ``turn``, represent. The number of the turn
-        becomes part of the ids of the tool calls."""
-        last = len(ids) - 1
-        text_ids = [token for place, token in enumerate(ids) if token not in self.hidden_ids]
-        if ids and ids[last] in self.stop_ids and text_ids and text_ids[-1] == ids[last]:
+        becomes part of the ids of the tool calls. ``reading`` are the options for reading the tokens."""
+        text_ids = [token for token in ids if token not in self.hidden_ids]
+        if ids and ids[-1] in self.stop_ids and text_ids and text_ids[-1] == ids[-1]:
             text_ids.pop()
         text = self.tokenizer.decode(text_ids, skip_special_tokens=False)
         cut, stop_string = min(
-            ((place, string) for string in reading.stop if (place := text.find(string)) >= 0), default=(None, "")
+            ((start, string) for string in reading.stop if (start := text.find(string)) >= 0), default=(None, "")
         )
         reasoning, rest = split_reasoning(text[:cut], opened=reading.opened)
         answer = self.parser(rest) if reading.calls else ParsedAnswer(content=rest)

@@ -116,7 +116,8 @@ class Conversations:
         attempt_kind: AttemptKind = AttemptKind.ALONE,
     ) -> None:
         """Create the conversations of an episode without turns. ``sampler`` samples the turns, within the budgets
-        ``limits``. ``chat`` is ``None`` for a model that accepts token ids only."""
+        ``limits``. ``chat`` is ``None`` for a model that accepts token ids only. ``attempt_kind`` says whether the
+        episode stands alone, may have branches, or is a branch itself."""
         self.key = sampler.key
         self.seed = seed
         self.attempt_kind = attempt_kind
@@ -130,8 +131,11 @@ class Conversations:
         """Set the history and all counters to their values at the start of an episode."""
         self._history = History(self._sampler.turns)
         self._num_turns = 0
+        """The number of sampled turns, the running one included."""
         self._num_tokens = 0
+        """The number of sampled tokens, with the tokens that are reserved for running turns."""
         self._num_calls = 0
+        """The number of tool calls in all answers."""
 
     def restart(self) -> None:
         """Discard all turns; see :class:`~headrace.rollout.environments.base.OpenEpisode`."""
@@ -158,7 +162,7 @@ class Conversations:
         if parent is None or parent.sampled:  # otherwise the history contains exactly these messages already
             new_messages = messages[prefix.length :]
             ids = await self._render(parent, new_messages, tools)
-            self._refuse_spent(parent, len(ids))
+            self._refuse_if_spent(parent, len(ids))
             turn = Turn(
                 author=_author(new_messages, first=parent is None),
                 tokens=Tokens.observed(ids),
@@ -176,7 +180,7 @@ class Conversations:
         prefix = self._history.find_tokens(ids_T)
         parent = prefix.node
         if parent is None or prefix.length < len(ids_T):
-            self._refuse_spent(parent, len(ids_T) - prefix.length)
+            self._refuse_if_spent(parent, len(ids_T) - prefix.length)
             turn = Turn(
                 author="task" if parent is None else "user",
                 tokens=Tokens.observed(ids_T[prefix.length :]),
@@ -186,7 +190,8 @@ class Conversations:
         return await self._answer(parent, ids_T, options)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Return how many tokens the model would read for these messages. This method samples and stores nothing."""
+        """Return how many tokens the model would read for ``messages`` if ``tools`` are offered. This method samples
+        and stores nothing."""
         prefix = self._history.find_messages(messages, tools)
         num_new = 0
         if prefix.node is None or prefix.node.sampled:
@@ -198,25 +203,27 @@ class Conversations:
         empty."""
         return "" if self._chat is None else self._chat.tokenizer.decode([token], skip_special_tokens=False)
 
-    async def _render(self, parent: HistoryNode | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the token ids of the messages ``new``. They continue the turn ``parent``, or begin a conversation if
-        ``parent`` is ``None``. Messages that can never fit into the context are refused before they are tokenised; long
-        messages are tokenised in a thread."""
+    async def _render(
+        self, parent: HistoryNode | None, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> list[int]:
+        """Return the token ids of the new ``messages``. They continue the turn ``parent``, or begin a conversation that
+        offers ``tools`` if ``parent`` is ``None``. Messages that can never fit into the context are refused before they
+        are tokenised; long messages are tokenised in a thread."""
         if self._chat is None or self._chat.renderer is None:
             raise EpisodeError(
                 "chat messages, but the model's tokenizer has no chat template",
                 remedy="use a chat model, add a chat_template.jinja to the model directory, or sample token ids",
                 reason="template_error",
             )
-        length = num_chars(new, tools if parent is None else ())
-        most = self._limits.max_context
-        if most is not None and length > most * self._chat.longest_token:
-            raise self._spent("max_context", "engine.max_context", f"messages of {length} characters")
+        length = num_chars(messages, tools if parent is None else ())
+        max_context = self._limits.max_context
+        if max_context is not None and length > max_context * self._chat.longest_token:
+            raise self._spent_error("max_context", "engine.max_context", f"messages of {length} characters")
         if parent is None:
-            render = partial(self._chat.renderer.opening, new, tools)
+            render = partial(self._chat.renderer.opening, messages, tools)
         else:
             answer_ids = self.turns[parent.turn].tokens.ids_T.tolist()
-            render = partial(self._chat.renderer.continuation, new, tools, answer_ids)
+            render = partial(self._chat.renderer.continuation, messages, tools, answer_ids)
         return render() if length < LONG_CHARS else await off_loop(render)
 
     async def _answer(
@@ -229,10 +236,11 @@ class Conversations:
         on_piece: OnPiece | None = None,
     ) -> Reply:
         """Sample a turn after ``parent`` and return it as a reply. ``prompt_ids_T`` are the tokens from the root up to
-        the end of ``parent``. ``calls`` says whether tools were offered, in which case the answer is searched for tool
-        calls. ``on_piece`` receives the pieces of the answer while it is sampled."""
-        self._refuse_spent(parent, 0)
-        sampling = self._sampling(options, len(prompt_ids_T))
+        the end of ``parent``. ``options`` change the sampling parameters of the run. ``calls`` says whether tools were
+        offered, in which case the answer is searched for tool calls. ``on_piece`` receives the pieces of the answer
+        while it is sampled."""
+        self._refuse_if_spent(parent, 0)
+        sampling = self._make_sampling(options, len(prompt_ids_T))
         opened = self._chat is not None and self._chat.opens_thought(prompt_ids_T)
         reading = Reading(stop=options.stop, calls=calls, opened=opened)
         stream = None
@@ -283,7 +291,7 @@ class Conversations:
         self._num_calls += len(answer.message.tool_calls)
         return answer
 
-    def _sampling(self, options: ChatOptions, length: int) -> Sampling:
+    def _make_sampling(self, options: ChatOptions, length: int) -> Sampling:
         """Return the sampling parameters for the next turn: the run's parameters, with the changes of ``options``, and
         a ``max_new_tokens`` that fits into the remaining budgets. ``length`` is the number of tokens that the model
         reads before the answer."""
@@ -303,11 +311,11 @@ class Conversations:
             **{name: value for name, value in overrides.items() if value is not None},
         )
 
-    def _refuse_spent(self, at: HistoryNode | None, num_new: int) -> None:
-        """Raise :class:`BudgetSpent` if a budget of the episode leaves no token to sample after the path up to ``at``
-        and ``num_new`` further tokens."""
+    def _refuse_if_spent(self, parent: HistoryNode | None, num_new: int) -> None:
+        """Raise :class:`BudgetSpent` if a budget of the episode leaves no token to sample after the path up to
+        ``parent`` and ``num_new`` further tokens."""
         limits = self._limits
-        length = num_new + (0 if at is None else at.length)
+        length = num_new + (0 if parent is None else parent.length)
         # the answer after the last allowed call is still sampled, so only one call more ends the episode
         calls = None if limits.max_tool_calls is None else limits.max_tool_calls + 1
         budgets = (
@@ -316,11 +324,11 @@ class Conversations:
             ("max_tool_calls", self._num_calls, calls, "env.max_tool_calls"),
             ("max_context", length, limits.max_context, "engine.max_context"),
         )
-        for reason, used, most, setting in budgets:
-            if most is not None and used >= most:
-                raise self._spent(reason, setting, f"it is at {used}")
+        for reason, used, limit, setting in budgets:
+            if limit is not None and used >= limit:
+                raise self._spent_error(reason, setting, f"it is at {used}")
 
-    def _spent(self, reason: str, setting: str, detail: str) -> BudgetSpent:
+    def _spent_error(self, reason: str, setting: str, detail: str) -> BudgetSpent:
         """Return the error for a budget that is used up, and note the event. ``reason`` is the reason in the episode's
         record, ``setting`` is the name of the budget's setting, and ``detail`` says how much was used."""
         self._note(f"an episode has used up {setting}")

@@ -2,7 +2,7 @@
 :class:`~headrace.rollout.conversations.Conversations` stores the turns of an episode in it.
 
 root (given: system, user) ── answer ──┬── given: tool ── answer        a path is a conversation:
-                              answer   └── given: user ── answer        its messages one after the other
+                              answer   └── given: user ── answer        the messages of its turns in order
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class History:
         """Create a history without nodes. ``turns`` is the episode's list of turns; :meth:`add_given` appends to it."""
         self.turns = turns
         self._roots: dict[bytes, list[HistoryNode]] = {}
+        """The first turns of all conversations, by the encoded list of tools with which a conversation began."""
 
     def add_given(
         self, turn: Turn, parent: HistoryNode | None, messages: Sequence[Message] | None, tools: Sequence[Tool] = ()
     ) -> HistoryNode:
-        """Append a turn that was not sampled to ``turns``, and return its new node. The node becomes a child of
-        ``parent``, or a root for conversations with ``tools`` if ``parent`` is ``None``."""
+        """Append ``turn``, which was not sampled, to ``turns``, and return its new node. The node becomes a child of
+        ``parent``, or a root for conversations with ``tools`` if ``parent`` is ``None``. ``messages`` are the messages
+        that the turn represents; ``None`` for a turn of token ids."""
         canonical_messages = None if messages is None else tuple(map(canonical, messages))
         self.turns.append(turn)
         node = self._new_node(len(self.turns) - 1, parent, canonical_messages, sampled=False)
@@ -96,7 +98,8 @@ class History:
     def _new_node(
         self, turn: int, parent: HistoryNode | None, messages: tuple[Message, ...] | None, *, sampled: bool
     ) -> HistoryNode:
-        """Return a new node for the turn with the index ``turn``. The caller adds it to the children of ``parent``."""
+        """Return a new node for the turn with the index ``turn``. The caller adds it to the children of ``parent``.
+        ``messages`` are the messages of the turn, and ``sampled`` says whether the model sampled it."""
         ids_T = self.turns[turn].tokens.ids_T
         hashed = _hash(ids_T, None if parent is None else parent.hashed)
         length = len(ids_T) + (0 if parent is None else parent.length)
@@ -106,7 +109,7 @@ class History:
 
     def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> HeldPrefix:
         """Return the longest path whose messages are a beginning of ``messages``, among the conversations that began
-        with the same tools.
+        with the same ``tools``.
 
         A path may end with a sampled answer, or where ``messages`` ends. Among paths of equal length, the path with the
         most answers of ``agent`` is returned; if several have equally many, the path whose last turn has the fewest

@@ -86,7 +86,7 @@ class Renderer:
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[Tool], answer_ids: Sequence[int]) -> list[int]:
         """Return the token ids between the sampled answer ``answer_ids`` and the next answer: the rest of the tail of
-        the sampled answer, then the new ``messages``."""
+        the sampled answer, then the new ``messages``. ``tools`` are the tools that the conversation offers."""
         new_messages = [plain(message) for message in messages]
         try:
             tail, ids = self._after_answer(new_messages, tools)
@@ -99,12 +99,15 @@ class Renderer:
         return ids[self._num_sampled(ids[:num_tail], answer_ids) :]
 
     def _after_answer(self, new_messages: list[dict[str, Any]], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
-        """Return two lists of token ids: the tail of an answer, and the same tail followed by ``new_messages``."""
+        """Return two lists of token ids: the tail of an answer, and the same tail followed by ``new_messages``. The
+        conversation offers ``tools``."""
         conversation = [_QUESTION, {"role": "assistant", "content": ANSWER}]
-        before, bar, tail = self._render(conversation, tools, answer=False).partition(ANSWER)
-        _, found, whole = self._render([*conversation, *new_messages], tools, answer=True).partition(ANSWER)
+        before, placeholder, tail = self._render(conversation, tools, answer=False).partition(ANSWER)
+        _, second_placeholder, whole = self._render([*conversation, *new_messages], tools, answer=True).partition(
+            ANSWER
+        )
         # the placeholder must appear exactly where the answer belongs, or the tail cannot be separated
-        if not (bar and found) or ANSWER in before:
+        if not (placeholder and second_placeholder) or ANSWER in before:
             raise _template_error("it leaves out what an assistant says")
         return self._encode(tail[: _num_same(tail, whole)]), self._encode(whole)
 
@@ -123,22 +126,22 @@ class Renderer:
         return same[stops[-1] :], self._encode(whole)[stops[-1] :]
 
     def _num_sampled(self, tail: list[int], answer_ids: Sequence[int]) -> int:
-        """Return how many tokens at the beginning of the tail the model has sampled itself. If the model has sampled a
-        different stop token than the template writes, the result is 1."""
+        """Return how many tokens at the beginning of ``tail`` the model has sampled itself, as the last tokens of
+        ``answer_ids``. If the model has sampled a different stop token than the template writes, the result is 1."""
         # the longest end of the answer that is a beginning of the tail was sampled by the model
         for count in range(min(len(tail), len(answer_ids)), 0, -1):
             if list(answer_ids[-count:]) == tail[:count]:
                 return count
-        stopped = len(answer_ids) > 0 and answer_ids[-1] in self._stop_ids
-        return int(stopped and bool(tail) and tail[0] in self._stop_ids)
+        has_stopped = len(answer_ids) > 0 and answer_ids[-1] in self._stop_ids
+        return int(has_stopped and bool(tail) and tail[0] in self._stop_ids)
 
     def _encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text, without the special tokens that a tokenizer would add."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool], *, answer: bool) -> str:
-        """Return messages as text, by the chat template. With ``answer``, the text ends with the beginning of the
-        assistant's next message."""
+        """Return ``messages`` as text, by the chat template; ``tools`` are described in it. With ``answer``, the text
+        ends with the beginning of the assistant's next message."""
         specs: list[dict[str, Any]] | None = [spec(tool) for tool in tools] or None
         if not self.knows_tools:
             messages, specs = without_tools(messages, tools), None
@@ -152,8 +155,8 @@ class Renderer:
 
 def _num_same(first: Sequence[Any], second: Sequence[Any]) -> int:
     """Return the length of the longest common prefix of two sequences."""
-    same = (place for place, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(same, min(len(first), len(second)))
+    differing = (index for index, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differing, min(len(first), len(second)))
 
 
 def plain(message: Message) -> dict[str, Any]:
@@ -171,8 +174,8 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def without_tools(messages: list[dict[str, Any]], tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return the conversation for a template that does not support tools: the system message describes the tools, a
-    call is JSON in the text of the assistant, and the result of a tool is a message of the user."""
+    """Return the conversation ``messages`` for a template that does not support tools: the system message describes
+    ``tools``, a call is JSON in the text of the assistant, and the result of a tool is a message of the user."""
     converted: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "tool":

@@ -32,7 +32,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import NO_TOKENS, IntColumn, Tokens
 from headrace.engine import RequestOptions, TokenSource
-from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_frozen
+from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, mark_as_frozen
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits, TurnRequest
 from headrace.rollout.environments import AttemptOutcome, Environment
@@ -61,7 +61,7 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def session_of(run_seed: int, key: EpisodeKey) -> str:
+def make_session_name(run_seed: int, key: EpisodeKey) -> str:
     """Return the session name that all requests of the episode ``key`` share. Requests with the same session are routed
     to the same engine."""
     return f"{run_seed}/{key.group}/{key.place}"
@@ -125,7 +125,7 @@ class EnginePolicy:
     """The turns sampled in this attempt, by the number of the sampled turn."""
     _restart_reason: str = "crash"
     """The reason that is recorded as ``lost`` if recorded tokens cannot be reused because the prompt of their turn has
-    changed: ``crash`` after a restart of the process, ``env_retry`` in a further attempt."""
+    changed: ``crash`` after a restart of the process, ``env_retry`` in another attempt."""
 
     async def sample(self, request: TurnRequest) -> int:
         """Sample the turn that ``request`` describes, append it to ``turns``, and return its index. If the engine
@@ -134,7 +134,7 @@ class EnginePolicy:
         if frozen is not None:
             request = msgspec.structs.replace(request, untrained=FROZEN_AGENT)
         prompt = self._prompt_key(request)
-        number = self._number(prompt)
+        number = self._choose_number(prompt)
         empty = TokenChunk(key=self.key, turn=number, prompt=prompt, tokens=NO_TOKENS)
         self._sampled[number] = empty
         parts: list[TokenChunk] = []
@@ -162,9 +162,10 @@ class EnginePolicy:
         return index
 
     async def _collect(self, parts: list[TokenChunk], empty: TokenChunk, request: TurnRequest) -> None:
-        """Append the chunks of a turn to ``parts`` as they arrive. A chunk with ``lost`` says that all earlier chunks
-        of the turn are lost, so it replaces them. ``empty`` is the chunk of this turn without tokens."""
-        async for part in self._parts(empty, request):
+        """Append the chunks of the turn that ``request`` describes to ``parts`` as they arrive. A chunk with ``lost``
+        says that all earlier chunks of the turn are lost, so it replaces them. ``empty`` is the chunk of this turn
+        without tokens."""
+        async for part in self._generate(empty, request):
             if part.lost:
                 parts.clear()
             parts.append(part)
@@ -190,7 +191,7 @@ class EnginePolicy:
             suffix += f"/{request.author}"
         return request.digest + suffix
 
-    def _number(self, prompt: str) -> int:
+    def _choose_number(self, prompt: str) -> int:
         """Return the number of the next sampled turn. If a recorded turn has the same prompt key ``prompt``, the result
         is the number of that turn, and otherwise the first unused number."""
         same = [
@@ -202,13 +203,15 @@ class EnginePolicy:
             return min(same)
         return next(number for number in range(len(self._sampled) + 1) if number not in self._sampled)
 
-    async def _parts(self, empty: TokenChunk, request: TurnRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks of the turn: first the recorded tokens, then the chunks that the engine samples. ``empty``
-        is the chunk of this turn without tokens. The seed depends on its turn number, so that sampling continues with
-        the same random draws after the same tokens."""
+    async def _generate(self, empty: TokenChunk, request: TurnRequest) -> AsyncIterator[TokenChunk]:
+        """Yield the chunks of the turn that ``request`` describes: first the recorded tokens, then the chunks that the
+        engine samples. ``empty`` is the chunk of this turn without tokens. The seed depends on its turn number, so that
+        sampling continues with the same random draws after the same tokens."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         partial, lost = self.partial_turns.get(empty.turn), ""
-        options = RequestOptions(session=session_of(self.run_seed, self.key), agent=self.agents.adapter(request.author))
+        options = RequestOptions(
+            session=make_session_name(self.run_seed, self.key), agent=self.agents.adapter(request.author)
+        )
         if partial is not None and partial.prompt != empty.prompt:
             partial, lost = None, self._restart_reason
         if partial is not None:
@@ -226,7 +229,7 @@ class EnginePolicy:
         async for chunk in source.generate(request.prompt_ids_T, sampling, options):
             part = msgspec.structs.replace(
                 chunk,
-                tokens=chunk.tokens if frozen is None else of_frozen(chunk.tokens),
+                tokens=chunk.tokens if frozen is None else mark_as_frozen(chunk.tokens),
                 lost=chunk.lost or lost,
                 key=self.key,
                 turn=empty.turn,
@@ -269,7 +272,7 @@ class EpisodeRunner:
     timeout_s: float | None = None
     """The time limit of an attempt, in seconds; ``None`` means unlimited."""
     retries: int = 0
-    """The number of further attempts at an episode after its environment has failed."""
+    """The maximum number of further attempts at an episode after its environment has failed."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
     """A function that returns a context manager, which is entered while a turn of an episode is sampled."""
     attempt_kind: AttemptKind = AttemptKind.ALONE
@@ -314,8 +317,9 @@ class EpisodeRunner:
         return episode
 
     async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
-        """Run the environment once and return the episode. A failure of the environment becomes the cause of the
-        returned episode. Only errors of the run itself and cancellation are raised."""
+        """Run the environment once on ``task``, with turns that ``policy`` samples, and return the episode. A failure
+        of the environment becomes the cause of the returned episode. The attempt ends early through ``withdrawal``.
+        Only errors of the run itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(
@@ -351,10 +355,10 @@ class EpisodeRunner:
         return episode
 
 
-def remedy_of(cause: str) -> str:
+def find_remedy(cause: str) -> str:
     """Return the remedy to show for failed episodes, given the recorded cause of one of them.
 
-    >>> remedy_of("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
+    >>> find_remedy("request_refused: prompt of 900 tokens + max_new_tokens=256 exceed max_context=512")
     'look at what is asked of the engine, at its settings and its log'
     """
     if cause.partition(":")[0] in ("request_refused", "engine_failed"):
@@ -368,8 +372,8 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
     an agent has no reward."""
     last = max((index for index, turn in enumerate(turns) if turn.stop_reason is not None), default=-1)
     for index, turn in enumerate(turns):
-        is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
-        reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
+        is_excluded = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
+        reason = turn.untrained or (NOT_CHOSEN if is_excluded else "")
         reward = outcome.turn_rewards.get(index)
         columns = outcome.turn_extra.get(index)
         if index == last and LAST in outcome.turn_extra:
@@ -399,7 +403,7 @@ def _refuse_unrewarded(episode: EpisodeGraph) -> None:
 
 class Withdrawal:
     """A handle through which the controller ends one episode early: the engine drops its request at once, and the
-    tokens sampled so far are kept."""
+    record of the episode contains the tokens sampled so far."""
 
     def __init__(self) -> None:
         """Create a handle that is not attached to an episode yet."""

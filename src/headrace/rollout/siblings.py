@@ -23,7 +23,7 @@ from headrace.rollout.runner import (
     EpisodeRunner,
     cause_of_refusal,
     episode_seed,
-    session_of,
+    make_session_name,
     timeout_cause,
 )
 
@@ -38,6 +38,7 @@ class _Answer:
     """The state of one answer while it is sampled."""
 
     key: EpisodeKey
+    """The episode of which the answer is the only sampled turn."""
     chunks: list[TokenChunk] = field(default_factory=list)
     """The chunks that have arrived, without chunks that were lost."""
     running: bool = True
@@ -62,8 +63,8 @@ class _RunningGroup:
     """The state of one group while it runs: its prompt, its answers, and the episodes that have ended."""
 
     def __init__(self, number: int, size: int, prompt_ids_T: IntColumn, prompt_suffix: str) -> None:
-        """Create group ``number`` with ``size`` answers to a prompt. ``prompt_suffix`` is appended to the digest of the
-        prompt."""
+        """Create group ``number`` with ``size`` answers to the prompt ``prompt_ids_T``. ``prompt_suffix`` is appended
+        to the digest of the prompt."""
         self.prompt = Turn(author="task", tokens=Tokens.observed(prompt_ids_T))
         self.digest = prompt_digest(prompt_ids_T) + prompt_suffix
         """The digest of the prompt. After a restart it identifies the recorded tokens of the answers."""
@@ -83,22 +84,24 @@ class SiblingRunner:
         self._engine = engine
         adapter = runner.agents.adapter(_AUTHOR)
         self._options = RequestOptions(agent=adapter)
+        """The options of every request, before the session of its episode is set."""
         self._prompt_suffix = f"/{_AUTHOR}" if adapter else ""
+        """The text after a prompt's digest that identifies recorded tokens of an adapter; empty without an adapter."""
 
     @classmethod
-    def of(cls, runner: EpisodeRunner) -> SiblingRunner | None:
+    def from_runner(cls, runner: EpisodeRunner) -> SiblingRunner | None:
         """Return a runner of groups for the episodes of ``runner``, or ``None`` if each of these episodes needs a run
         of its own. That is the case if their environment does more than sample one answer, if they may be attempted
         again, if the policy's weights are frozen, or if the engine does not support sibling requests."""
-        single = isinstance(runner.env, SingleTurn) and not runner.retries
-        if not single or not isinstance(runner.engine, SiblingSource) or not _has_policy_engine(runner.agents):
+        is_single = isinstance(runner.env, SingleTurn) and not runner.retries
+        if not is_single or not isinstance(runner.engine, SiblingSource) or not _has_policy_engine(runner.agents):
             return None
         return cls(runner, runner.engine)
 
     async def run(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
-        """Run the ``size`` episodes of group ``number``, and return when all have ended. ``on_ended`` is called with
-        the episodes that end together. A request that the engine refuses fails only its own episode. When the time
-        limit expires, all episodes that still run fail. The death of a component is raised."""
+        """Run the ``size`` episodes of group ``number``, attempts at ``task``, and return when all have ended.
+        ``on_ended`` is called with the episodes that end together. A request that the engine refuses fails only its own
+        episode. When the time limit expires, all episodes that still run fail. The death of a component is raised."""
         group = _RunningGroup(number, size, task.prompt_ids_T, self._prompt_suffix)
         requests = [self._request(answer.key, len(task.prompt_ids_T)) for answer in group.answers]
 
@@ -117,8 +120,8 @@ class SiblingRunner:
             await self._deliver(group, [*group.ended.values(), *late], on_ended)
 
     async def _deliver(self, group: _RunningGroup, ended: Sequence[EpisodeGraph], on_ended: OnEnded) -> None:
-        """Call ``on_ended`` with the episodes ``ended``. They stay in ``group.ended`` until the call returns, so that
-        they are delivered again if the time limit interrupts the call."""
+        """Call ``on_ended`` with the episodes ``ended`` of ``group``. They stay in ``group.ended`` until the call
+        returns, so that they are delivered again if the time limit interrupts the call."""
         if not ended:
             return
         group.ended.update({episode.key: episode for episode in ended})
@@ -127,7 +130,7 @@ class SiblingRunner:
             del group.ended[episode.key]
 
     def _record(self, group: _RunningGroup, arrived: Sequence[tuple[int, TokenChunk]]) -> list[EpisodeGraph]:
-        """Record the chunks ``arrived`` of a group's answers, and return the episodes that end with them. Each chunk
+        """Record the chunks ``arrived`` of answers of ``group``, and return the episodes that end with them. Each chunk
         comes with the index of its answer."""
         runner = self._runner
         ended = []
@@ -149,21 +152,21 @@ class SiblingRunner:
         prompt."""
         runner = self._runner
         limits = runner.limits
-        most = runner.sampling.max_new_tokens
+        max_new_tokens = runner.sampling.max_new_tokens
         if limits.max_context is not None:
-            most = min(most, limits.max_context - prompt_length)
+            max_new_tokens = min(max_new_tokens, limits.max_context - prompt_length)
         if limits.max_tokens is not None:
-            most = min(most, limits.max_tokens)
+            max_new_tokens = min(max_new_tokens, limits.max_tokens)
         sampling = msgspec.structs.replace(
-            runner.sampling, seed=episode_seed(runner.run_seed, key), max_new_tokens=most
-        )  # fmt: skip
+            runner.sampling, seed=episode_seed(runner.run_seed, key), max_new_tokens=max_new_tokens
+        )
         return SiblingRequest(
-            sampling, msgspec.structs.replace(self._options, session=session_of(runner.run_seed, key))
+            sampling, msgspec.structs.replace(self._options, session=make_session_name(runner.run_seed, key))
         )
 
     def _finish(self, group: _RunningGroup, answer: _Answer, last: TokenChunk) -> EpisodeGraph:
-        """Mark ``answer`` as complete and return its episode. ``last`` is the last chunk of the answer; if it contains
-        an error, the episode has failed."""
+        """Mark ``answer`` of ``group`` as complete and return its episode. ``last`` is the last chunk of the answer; if
+        it contains an error, the episode has failed."""
         answer.running = False
         episode = EpisodeGraph(key=answer.key, turns=answer.turns(group.prompt), status=EpisodeStatus.FINISHED)
         answer.chunks.clear()  # the turn has copies of their tokens, and siblings may run for long
@@ -177,8 +180,8 @@ class SiblingRunner:
         return episode
 
     def _fail_late(self, group: _RunningGroup, answer: _Answer) -> EpisodeGraph | None:
-        """Return the failed episode of an answer that was still running when the time limit expired; ``None`` if the
-        answer had ended before."""
+        """Return the failed episode of ``answer``, an answer of ``group``, if it was still running when the time limit
+        expired; ``None`` if it had ended before."""
         if not answer.running:
             return None
         cause = timeout_cause(self._runner.timeout_s)

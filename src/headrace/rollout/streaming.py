@@ -26,15 +26,20 @@ class _StreamedText:
     def __init__(self) -> None:
         """Create a part without text."""
         self._sent: list[str] = []
+        """The pieces of text that were sent, in order."""
         self.begin()
 
     def begin(self) -> None:
         """Prepare for a new text, at the first chunk or after a restart. After a restart, the text that was sent before
         is expected again."""
         self._expected = self.sent
+        """The text with which the new text must begin; empty once it was compared."""
         self._new: list[str] = []
+        """The pieces of text that arrived and were not sent."""
         self._num_new = 0
+        """The number of characters that arrived since :meth:`begin`."""
         self._differs = False
+        """Whether the new text does not begin with the expected text."""
 
     @property
     def sent(self) -> str:
@@ -68,25 +73,31 @@ class AnswerStream:
     cannot change. ``reading`` are the options with which the complete answer will be read as a message."""
 
     def __init__(self, chat: Chat, reading: Reading, on_piece: OnPiece, *, num_prompt_tokens: int) -> None:
-        """Create the stream of an answer to a prompt of ``num_prompt_tokens`` tokens."""
+        """Create the stream of an answer to a prompt of ``num_prompt_tokens`` tokens. ``chat`` converts its tokens to
+        text."""
         self._chat = chat
         self._reading = reading
         self._on_piece = on_piece
         self._num_prompt_tokens = num_prompt_tokens
         self._has_sent = False
+        """Whether a piece was sent."""
         self._reasoning, self._content = _StreamedText(), _StreamedText()
         self._begin()
 
     def _begin(self) -> None:
         """Reset the parsing of the answer, at the first chunk or after a restart."""
         self._detokenizer = Detokenizer(partial(self._chat.tokenizer.decode, skip_special_tokens=False))
-        self._stops = StopFinder(self._reading.stop)
-        self._split = ReasoningFilter(opened=self._reading.opened)
-        self._certain = ContentFilter(self._chat.parser) if self._reading.calls else None
+        self._stop_finder = StopFinder(self._reading.stop)
+        self._reasoning_filter = ReasoningFilter(opened=self._reading.opened)
+        self._content_filter = ContentFilter(self._chat.parser) if self._reading.calls else None
+        """The filter that delays text which may be a tool call; ``None`` if no tools were offered."""
         self._reasoning.begin()
         self._content.begin()
         self._stopped = False
-        self._last: int | None = None  # a stop token that is delayed: it is no text if it is last
+        """Whether a stop string has ended the answer."""
+        self._delayed_stop_id: int | None = None
+        """A stop token at the end of the tokens so far; ``None`` if there is none. It is text only if another token
+        follows."""
 
     def push(self, chunk: TokenChunk) -> None:
         """Append the tokens of ``chunk``, and send the text that can no longer change. The first call always sends a
@@ -94,15 +105,15 @@ class AnswerStream:
         if chunk.lost:
             self._begin()
         text_ids = [token for token in chunk.tokens.ids_T.tolist() if token not in self._chat.hidden_ids]
-        if self._last is not None:
-            text_ids.insert(0, self._last)
-        self._last = text_ids.pop() if text_ids and text_ids[-1] in self._chat.stop_ids else None
+        if self._delayed_stop_id is not None:
+            text_ids.insert(0, self._delayed_stop_id)
+        self._delayed_stop_id = text_ids.pop() if text_ids and text_ids[-1] in self._chat.stop_ids else None
         if not self._stopped:
-            cut = self._stops.push(self._detokenizer.push(text_ids))
+            cut = self._stop_finder.push(self._detokenizer.push(text_ids))
             self._stopped = cut.stopped
-            reasoning, content = self._split.push(cut.text)
+            reasoning, content = self._reasoning_filter.push(cut.text)
             self._reasoning.push(reasoning)
-            self._content.push(content if self._certain is None else self._certain.push(content))
+            self._content.push(content if self._content_filter is None else self._content_filter.push(content))
         if self._reasoning.continues() and self._content.continues():
             self._send(self._reasoning.pop_unsent(), self._content.pop_unsent())
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import ConfigError
-from headrace.run.rules.settings import idle_clip
+from headrace.run.rules.settings import find_idle_clip
 from headrace.run.session import RunConfig, load_config
 
 MODEL = {"model": {"path": "m"}}
@@ -218,6 +218,6 @@ def test_clip_acts_on_tokens_of_older_weights_unless_the_file_says_otherwise(
     ],
 )
 def test_run_whose_clip_cannot_act_on_older_tokens_says_so(settings: list[str], idle: bool) -> None:
-    found = idle_clip(load_config({"model": {"path": "m"}}, settings))
+    found = find_idle_clip(load_config({"model": {"path": "m"}}, settings))
     assert bool(found) is idle
     assert all("algo.old = 'engine'" in words for words in found)

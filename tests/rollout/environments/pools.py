@@ -83,7 +83,7 @@ async def _at_work(
         tasks = [group.create_task(pool.keep())]
         if listener is not None:
             tasks.append(group.create_task(listener.admit(pool, start, start_worker)))
-        if pool.keeps_some_here:
+        if pool.has_local_workers:
             await pool.wait_until_started()
         yield tasks[0]
         for task in tasks:

@@ -59,9 +59,9 @@ def test_paths_of_agents_are_relative_to_the_run_file_and_names_on_a_hub_stay(tm
 
 def test_what_each_kind_loads() -> None:
     model = ModelConfig(path="m", dtype="bfloat16", lora=LoraConfig(rank=4, adapter="first"))
-    assert TrainedAgent(name="a").model_of(model) is None
-    assert FrozenAgent(name="a").model_of(model) == model
-    assert ModelAgent(name="a", path="n").model_of(model) == ModelConfig(path="n", dtype="bfloat16")
+    assert TrainedAgent(name="a").resolve_model(model) is None
+    assert FrozenAgent(name="a").resolve_model(model) == model
+    assert ModelAgent(name="a", path="n").resolve_model(model) == ModelConfig(path="n", dtype="bfloat16")
 
 
 def refused(tmp_path: Path, model: Path, agent: str) -> str:

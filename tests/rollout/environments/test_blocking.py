@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from headrace.rollout.environments.blocking import blocking_calls
+from headrace.rollout.environments.blocking import find_blocking_calls
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ from headrace.rollout.environments.blocking import blocking_calls
 def test_calls_in_async_code_that_block_are_named_with_their_lines(
     code: str, found: list[tuple[int, str, str]]
 ) -> None:
-    assert blocking_calls(ast.parse(textwrap.dedent(code))) == found
+    assert find_blocking_calls(ast.parse(textwrap.dedent(code))) == found

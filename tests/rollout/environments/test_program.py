@@ -92,15 +92,15 @@ def test_a_machine_without_user_namespaces_is_warned_of_and_one_with_them_is_not
 ) -> None:
     refused = (sys.executable, "-I", "-S", "-B", user_namespace.__file__)
     if sys.platform == "linux" and user_namespaces():
-        assert program.exposed_here() == []
+        assert program.find_namespace_warnings() == []
         assert subprocess.run(refused, capture_output=True, text=True, check=True).stdout == ""
     monkeypatch.setattr(program, "_NAMESPACE_COMMAND", (sys.executable, "-c", REFUSED))
-    (warning,) = program.exposed_here()
+    (warning,) = program.find_namespace_warnings()
     assert "get no user namespaces of their own here ([Errno 1] unshare: Operation not permitted)" in warning
     assert "env.own_namespace = false" in warning
-    assert program.exposed_here(own_namespace=False) == []
+    assert program.find_namespace_warnings(own_namespace=False) == []
     monkeypatch.setattr(program, "_NAMESPACE_COMMAND", ())
-    assert f"({sys.platform} has none)" in program.exposed_here()[0]
+    assert f"({sys.platform} has none)" in program.find_namespace_warnings()[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="user namespaces are of Linux")

@@ -18,7 +18,7 @@ from headrace.base.types.chat import Message, ToolCall
 from headrace.rollout import Conversations, EpisodeLimits
 from headrace.rollout.environments.entry import load_entry
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.rollout.environments.tools import ToolFunction, call_tools, tool_functions
+from headrace.rollout.environments.tools import ToolFunction, call_tools, make_tools
 from tests.rollout.models import conversations, text_of
 
 
@@ -46,7 +46,7 @@ async def wait() -> None:
 
 def called(arguments: str, name: str = "move") -> Message:
     made = Message(role="assistant", tool_calls=(ToolCall(id="c", name=name, arguments=arguments),))
-    (answer,) = asyncio.run(call_tools(made, tool_functions([move, wait])))
+    (answer,) = asyncio.run(call_tools(made, make_tools([move, wait])))
     assert (answer.role, answer.tool_call_id, answer.name) == ("tool", "c", name)
     return answer
 
@@ -96,7 +96,7 @@ def test_functions_that_cannot_be_called_by_name_are_refused() -> None:
         with pytest.raises(EnvError, match="cannot be described"):
             ToolFunction(strange)
     with pytest.raises(EnvError, match="two tools have one name"):
-        tool_functions([move, move])
+        make_tools([move, move])
 
 
 ENV = """

@@ -29,7 +29,7 @@ from tests.control.lives import Life, Plan, live
 class ThreeTurns:
     """Asks three times, and gives one token in between."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         prompt_T = task.prompt_ids_T

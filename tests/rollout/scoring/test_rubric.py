@@ -34,7 +34,7 @@ class Says:
     async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
         if self.by_group or len(completions) == 1:
             return await self._once(completions)
-        graded = tuple([(await self._once((text,))).of(0) for text in completions])
+        graded = tuple([(await self._once((text,))).get_graded(0) for text in completions])
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def _once(self, completions: tuple[str, ...]) -> Scores:
@@ -86,8 +86,8 @@ def test_components_are_asked_at_the_same_time_and_have_a_lane_each() -> None:
 
 
 def test_a_component_alone_is_the_reward_and_its_failure_needs_no_name() -> None:
-    assert scored(rubric((section("one"), says(0.5)))).of(0) == Graded(reward=0.5, calls={"one": ("",)})
-    assert scored(rubric((section("one"), says(LOST)))).of(0).failure == LOST.failure
+    assert scored(rubric((section("one"), says(0.5)))).get_graded(0) == Graded(reward=0.5, calls={"one": ("",)})
+    assert scored(rubric((section("one"), says(LOST)))).get_graded(0).failure == LOST.failure
 
 
 def test_a_component_that_fails_fails_its_completion_by_name_and_no_other() -> None:
@@ -108,7 +108,7 @@ def test_an_optional_component_that_fails_counts_as_its_default_and_is_told() ->
 
 def test_an_optional_component_that_does_not_apply_counts_as_its_default_and_has_not_failed() -> None:
     made = rubric((section("judge", optional=True, default=0.0), says(None)), (section("rule"), says(1.0)))
-    graded = scored(made).of(0)
+    graded = scored(made).get_graded(0)
     assert (graded.reward, graded.calls["judge"]) == (1.0, ("",))
 
 
@@ -122,8 +122,8 @@ def test_what_components_log_is_kept_apart_for_each_completion() -> None:
 
 
 def test_a_word_not_to_count_it_is_no_failure() -> None:
-    assert scored(rubric((section("a"), says(None)), (section("b"), says(1.0)))).of(0).reward is None
-    assert scored(rubric((section("a"), says(None)), (section("b"), says(1.0)))).of(0).failure == ""
+    assert scored(rubric((section("a"), says(None)), (section("b"), says(1.0)))).get_graded(0).reward is None
+    assert scored(rubric((section("a"), says(None)), (section("b"), says(1.0)))).get_graded(0).failure == ""
 
 
 def test_a_call_that_fails_is_made_again_with_pauses_that_double() -> None:
@@ -142,7 +142,7 @@ def test_a_call_that_fails_is_made_again_with_pauses_that_double() -> None:
 
 def test_a_sum_beyond_all_numbers_is_a_failure() -> None:
     made = rubric((section("a", weight=1e308), says(10.0)), (section("b"), says(1.0)))
-    assert scored(made).of(0).failure == "reward_nan: the weighted sum is not finite"
+    assert scored(made).get_graded(0).failure == "reward_nan: the weighted sum is not finite"
 
 
 def test_who_scores_groups_gets_all_completions_and_the_others_one_by_one() -> None:

@@ -17,8 +17,8 @@ from headrace.base.types.messages.scorer import ScoreCompletions, TrainerState
 from headrace.base.types.task import Task
 from headrace.control.metrics.rewards import RewardCounts
 from headrace.rollout.scoring import ExactReward, FunctionReward, Graded, JudgeReward, RewardFunction, Scores
-from headrace.rollout.scoring.fit import columns_for, refuse_missing_columns
-from headrace.rollout.scoring.signature import signature_in, signature_of
+from headrace.rollout.scoring.fit import find_reliable_columns, refuse_missing_columns
+from headrace.rollout.scoring.signature import inspect_signature, read_signature
 
 CHAT = [{"role": "user", "content": "1+1="}]
 NOW = TrainerState(global_step=3, max_steps=10, epoch=0.5)
@@ -129,9 +129,9 @@ def test_the_text_of_a_file_tells_what_the_function_itself_would(file: Path) -> 
     names: dict[str, Any] = {}
     exec(FILE, names)  # noqa: S102 - a text of this file
     for name in ("plain", "grouped", "turns", "strict", "needs_environments"):
-        assert signature_in(file, name) == signature_of(names[name])
+        assert read_signature(file, name) == inspect_signature(names[name])
     for name in ("decorated", "made", "nested", "imported", "absent"):
-        assert signature_in(file, name) is None
+        assert read_signature(file, name) is None
 
 
 def tasks(*rows: dict[str, Any]) -> list[Task]:
@@ -189,7 +189,7 @@ def test_columns_that_settings_name_are_looked_for_too() -> None:
         refuse_missing_columns([judge], tasks({"rubric": 1}, {}), thorough=False)
     optional = judge.model_copy(update={"optional": True, "default": 0.0})
     refuse_missing_columns([optional], tasks({"rubric": 1}, {}), thorough=False)
-    assert columns_for(optional, tasks({"rubric": 1}, {})) == {"rubric"}
+    assert find_reliable_columns(optional, tasks({"rubric": 1}, {})) == {"rubric"}
 
 
 def failing(reward: float | None, cause: str = "reward_error: away") -> Graded:
@@ -198,27 +198,27 @@ def failing(reward: float | None, cause: str = "reward_error: away") -> Graded:
 
 def test_the_first_failure_is_told_with_its_cause_and_all_are_counted() -> None:
     told: list[str] = []
-    book = RewardCounts(most=100)
+    book = RewardCounts(max_failing_calls=100)
     for graded in (failing(1.0), Graded(reward=1.0, calls={"judge": ("",)}), failing(1.0), failing(None)):
         book.add(graded, lambda words, kind: told.append(words))
     assert told[0] == "the reward 'judge' failed and counts as its default: reward_error: away"
-    assert str(book.failing()["judge"]) == "failed for 3 of 4; the first: reward_error: away"
-    assert "rule" not in book.failing()
-    assert book.metrics() == {"reward_failed/judge": 0.75, "reward_failed/rule": 0.0}
-    assert book.metrics() == {}
+    assert str(book.get_failing()["judge"]) == "failed for 3 of 4; the first: reward_error: away"
+    assert "rule" not in book.get_failing()
+    assert book.pop_metrics() == {"reward_failed/judge": 0.75, "reward_failed/rule": 0.0}
+    assert book.pop_metrics() == {}
 
 
 def test_a_component_that_fails_for_a_whole_batch_from_the_start_ends_the_run() -> None:
-    book = RewardCounts(most=3)
+    book = RewardCounts(max_failing_calls=3)
     book.add(failing(1.0), lambda words, kind: None)
     book.add(failing(1.0), lambda words, kind: None)
     with pytest.raises(EnvError, match=r"'judge' has failed for each of the first 3 answers(.|\n)*away"):
         book.add(failing(1.0), lambda words, kind: None)
-    once = RewardCounts(most=3)
+    once = RewardCounts(max_failing_calls=3)
     once.add(Graded(reward=1.0, calls={"judge": ("",)}), lambda words, kind: None)
     for _ in range(9):
         once.add(failing(1.0), lambda words, kind: None)
-    assert once.failing()["judge"].failed == 9
+    assert once.get_failing()["judge"].failed == 9
 
 
 def test_metrics_of_rewards_are_means_and_what_is_no_number_is_told() -> None:
@@ -226,6 +226,6 @@ def test_metrics_of_rewards_are_means_and_what_is_no_number_is_told() -> None:
     book = RewardCounts()
     for values in ((1.0, 2.0), (6.0, float("nan"))):
         book.add(Graded(reward=1.0, metrics={"a b": values}), lambda words, kind: told.append(words))
-    assert book.metrics() == {"logged/a_b": 3.0}
+    assert book.pop_metrics() == {"logged/a_b": 3.0}
     assert told == ["a reward gave log_metric('a b') a value that is not finite, which counts in no mean"]
-    assert json.dumps(book.metrics()) == "{}"
+    assert json.dumps(book.pop_metrics()) == "{}"

@@ -16,7 +16,7 @@ from headrace.control.metrics import RunMetrics, batch
 from headrace.control.observer import BusyLane, Observers
 from headrace.control.state import RunState
 from headrace.run.observe import Accountant, SystemWatch, load_run
-from headrace.run.observe.trace import account
+from headrace.run.observe.trace import make_span_account
 from headrace.run.session import load_config, train
 from headrace.run.session.watching import RunWatchers
 from headrace.wings.recipes.demo import build_demo
@@ -184,7 +184,7 @@ def test_busy_and_idle_of_the_trace_agree_with_the_operating_system_within_three
     clocks = Clocks(monkeypatch)
     run(run_file, tmp_path / "run")
     (start_s, before), (end_s, after) = clocks.seen[1], clocks.seen[-2]
-    told = account(load_run(tmp_path / "run").spans, (start_s, end_s))
+    told = make_span_account(load_run(tmp_path / "run").spans, (start_s, end_s))
     traced = {"engine": told.engine_busy_s / told.seconds, "learner": told.learner_busy_s / told.seconds}
     measured = {part: (after[part] - before[part]) / (end_s - start_s) for part in traced}
     print(f"busy by the trace: {traced}; by the operating system: {measured}")

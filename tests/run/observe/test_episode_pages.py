@@ -17,7 +17,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.base.types.tokens import Tokens
 from headrace.run.observe.pages import Figure, PageInputs, PageWriter
-from headrace.run.observe.pages.episode import episode_page
+from headrace.run.observe.pages.episode import make_episode_page
 
 KEY = EpisodeKey(0, 0)
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m\u202e'\"&"
@@ -69,7 +69,7 @@ def episode(*turns: Turn, key: EpisodeKey = KEY) -> EpisodeGraph:
 
 def test_a_page_shows_turns_tokens_logprobs_and_reward_parts() -> None:
     answer = sampled("ab", 0, logprobs=[math.log(0.95), math.log(0.001)])
-    page = Parsed(episode_page(episode(given_turn("2+3", None), answer), {"question": "2+3"}, decode))
+    page = Parsed(make_episode_page(episode(given_turn("2+3", None), answer), {"question": "2+3"}, decode))
     assert not page.open
     for words in ("task 1, attempt 1", "0.5", "digits", "0.125", "0 · user · 3 tokens", "1 · policy · 2 tokens · 0.25"):
         assert words in page.text
@@ -80,7 +80,7 @@ def test_a_page_shows_turns_tokens_logprobs_and_reward_parts() -> None:
 
 def test_branches_are_drawn_beside_each_other() -> None:
     turns = [given_turn("q", None), sampled("a", 0), sampled("b", 0), given_turn("r", 1), sampled("c", 3)]
-    page = Parsed(episode_page(episode(*turns, given_turn("other root", None)), {}, decode))
+    page = Parsed(make_episode_page(episode(*turns, given_turn("other root", None)), {}, decode))
     marks = [attributes for tag, attributes in page.tags if tag == "circle"]
     lanes = [int(mark["cx"] or "") for mark in marks]
     assert lanes[0] == lanes[1] == lanes[3] == lanes[4]
@@ -98,7 +98,7 @@ def test_what_a_model_says_is_shown_and_does_nothing() -> None:
         cause=f"env_error: {HOSTILE}",
         parts={HOSTILE: math.nan},
     )
-    page = Parsed(episode_page(wild, {HOSTILE: HOSTILE}, decode))
+    page = Parsed(make_episode_page(wild, {HOSTILE: HOSTILE}, decode))
     assert not page.open
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "iframe", "link"})
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
@@ -112,7 +112,7 @@ def test_what_a_model_says_is_shown_and_does_nothing() -> None:
 @given(st.text(max_size=30), st.lists(st.floats(width=32, allow_subnormal=False), max_size=5))
 def test_any_text_and_any_logprob_make_a_sound_page(text: str, logprobs: list[float]) -> None:
     answer = sampled("x" * len(logprobs), 0, logprobs=[float(np.float32(each)) for each in logprobs] or None)
-    page = Parsed(episode_page(episode(given_turn("q", None), answer), {"text": text}, lambda _: text))
+    page = Parsed(make_episode_page(episode(given_turn("q", None), answer), {"text": text}, lambda _: text))
     assert not page.open
 
 
@@ -124,7 +124,7 @@ def test_characters_of_several_tokens_stand_together_and_broken_ones_alone() -> 
 
     tokens = Tokens(ids_T=[*snowman, 104, 0xE2], logprobs_T=[-1.0, -2.0, -3.0, -0.5, -0.25], versions_T=[0] * 5)
     turn = Turn(author="policy", tokens=tokens, parent=0, stop_reason=StopReason.LENGTH)
-    page = Parsed(episode_page(episode(given_turn("q", None), turn), {}, bytewise))
+    page = Parsed(make_episode_page(episode(given_turn("q", None), turn), {}, bytewise))
     told = [attributes["title"] or "" for tag, attributes in page.tags if tag == "span"]
     assert [each.count("logprob") for each in told] == [3, 1, 1]
     assert "☃h\ufffd" in page.text

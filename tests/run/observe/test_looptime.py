@@ -7,7 +7,7 @@ import pytest
 from headrace.base.clock import RealClock
 from headrace.base.types.trace import Span
 from headrace.run.observe import WatchedLoop
-from headrace.run.observe.looptime import LEAST_SPAN_S, MOST_SPAN_S, LoopTime
+from headrace.run.observe.looptime import MAX_SPAN_S, MIN_SPAN_S, LoopTime
 
 
 class Hand:
@@ -29,10 +29,10 @@ def lived(rounds: list[tuple[float, float]]) -> list[Span]:
     work = LoopTime(clock)
     for works_s, waits_s in rounds:
         clock.now_s += works_s
-        since_s = work.asleep()
+        since_s = work.begin_wait()
         clock.now_s += waits_s
-        work.awake(since_s)
-    return work.spans()
+        work.end_wait(since_s)
+    return work.take_spans()
 
 
 def test_work_between_two_long_waits_is_one_span_where_it_was() -> None:
@@ -49,7 +49,7 @@ def test_however_often_it_is_woken_all_work_is_told_in_few_spans(works_s: float,
     rounds = 5000
     spans = lived([(works_s, waits_s)] * rounds)
     assert sum(span.end_s - span.start_s for span in spans) == pytest.approx(rounds * works_s)
-    assert len(spans) <= rounds * (works_s + waits_s) / LEAST_SPAN_S + 2
+    assert len(spans) <= rounds * (works_s + waits_s) / MIN_SPAN_S + 2
     ends = [span.end_s for span in spans]
     assert all(span.start_s >= end for span, end in zip(spans[1:], ends, strict=False)), "none overlaps another"
 
@@ -57,10 +57,10 @@ def test_however_often_it_is_woken_all_work_is_told_in_few_spans(works_s: float,
 def test_a_loop_that_never_waits_tells_of_it_while_it_goes_on() -> None:
     clock = Hand()
     work = LoopTime(clock)
-    clock.now_s += 3 * MOST_SPAN_S
-    assert sum(span.end_s - span.start_s for span in work.spans()) == pytest.approx(3 * MOST_SPAN_S)
+    clock.now_s += 3 * MAX_SPAN_S
+    assert sum(span.end_s - span.start_s for span in work.take_spans()) == pytest.approx(3 * MAX_SPAN_S)
     clock.now_s += 0.01
-    assert [span.end_s - span.start_s for span in work.spans()] == [pytest.approx(0.01)]
+    assert [span.end_s - span.start_s for span in work.take_spans()] == [pytest.approx(0.01)]
 
 
 def test_a_real_loop_knows_its_work_from_its_waits() -> None:
@@ -69,16 +69,16 @@ def test_a_real_loop_knows_its_work_from_its_waits() -> None:
     async def main() -> tuple[float, float, float]:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, WatchedLoop)
-        loop.work.spans()
+        loop.work.take_spans()
         begun_s = clock.now()
         woken = asyncio.Event()
         loop.call_later(0.2, woken.set)
         await woken.wait()
-        waited = sum(span.end_s - span.start_s for span in loop.work.spans())
+        waited = sum(span.end_s - span.start_s for span in loop.work.take_spans())
         worked_until_s = clock.now() + 0.1
         while clock.now() < worked_until_s:
             pass
-        worked = sum(span.end_s - span.start_s for span in loop.work.spans())
+        worked = sum(span.end_s - span.start_s for span in loop.work.take_spans())
         return waited, worked, clock.now() - begun_s
 
     with asyncio.Runner(loop_factory=WatchedLoop) as runner:

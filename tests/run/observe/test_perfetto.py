@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from headrace.base.errors import DataError, RunError
 from headrace.base.types.trace import Span
 from headrace.run.observe import JsonlWriter, load_run
-from headrace.run.observe.perfetto import tracks, write_trace
+from headrace.run.observe.perfetto import split_into_tracks, write_trace
 from tests.run.observe.synthetic import MakeRun
 
 NEEDED = {"X": {"name", "pid", "tid", "ts", "dur"}, "C": {"name", "pid", "ts", "args"}, "M": {"name", "pid", "args"}}
@@ -65,7 +65,7 @@ def test_on_a_track_no_span_begins_before_the_last_has_ended_and_no_track_is_too
     times: list[tuple[int, int]],
 ) -> None:
     spans = [Span(lane="rollout", name="episode", start_s=start, end_s=end) for start, end in times]
-    laid = tracks(spans)
+    laid = split_into_tracks(spans)
     for track in laid:
         for before, after in pairwise(track):
             assert before.end_s <= after.start_s

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.trace import Span
-from headrace.run.observe import account, busy_frac, idle_frac
+from headrace.run.observe import busy_frac, idle_frac, make_span_account
 from headrace.run.observe.trace import complement, intersection, seconds, union
 
 moments = st.integers(0, 40)
@@ -43,7 +43,7 @@ def test_a_wait_is_not_work() -> None:
 
 def test_an_empty_interval_has_no_work() -> None:
     assert busy_frac([span("engine", 0, 1)], "engine", (1, 1)) == 0.0
-    assert account([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
+    assert make_span_account([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
 
 
 def test_idle_time_is_given_to_the_part_that_works_meanwhile_and_all_of_it_once() -> None:
@@ -60,7 +60,7 @@ def test_idle_time_is_given_to_the_part_that_works_meanwhile_and_all_of_it_once(
         span("controller", 12, 13),
         span("learner", 16, 17, "wait sync"),
     ]
-    found = account(spans, (0, 20))
+    found = make_span_account(spans, (0, 20))
     assert found.learner_busy_s == pytest.approx(4)
     assert found.learner_waits_s == pytest.approx(
         {"engine": 4, "controller": 1 + 1, "environment": 1, "sync": 1 + 1, "scoring": 2, "nobody": 1 + 1 + 3}
@@ -82,7 +82,7 @@ def test_work_and_waits_make_up_the_time(parts: list[tuple[str, list[tuple[int, 
         for lane, pieces in parts
         for place, (start, end) in enumerate(pieces)
     ]
-    found = account(spans, (5, 30), {"engine"})
+    found = make_span_account(spans, (5, 30), {"engine"})
     for busy_s, waits_s in ((found.learner_busy_s, found.learner_waits_s), (found.engine_busy_s, found.engine_waits_s)):
         assert busy_s + sum(waits_s.values()) == pytest.approx(25)
         assert min(waits_s.values(), default=0.0) >= 0
@@ -97,7 +97,7 @@ def test_a_learner_that_copies_its_weights_or_waits_for_a_buffer_stands_still_fo
         span("sync", 5, 7, "stage"),
         span("learner", 7, 9, "wait sync"),
     ]
-    found = account(spans, (0, 10))
+    found = make_span_account(spans, (0, 10))
     assert found.learner_busy_s == 5
     assert found.learner_waits_s == {"sync": 2, "nobody": 3}
     assert found.exposed_sync_s == pytest.approx(1 + 2)
@@ -114,26 +114,28 @@ def test_a_stopped_process_does_not_work_and_what_waits_meanwhile_waits_for_it()
         span("learner", 7, 10, "train"),
         span("stopped", 8, 9, "learner-1"),
     ]
-    found = account(spans, (0, 10))
+    found = make_span_account(spans, (0, 10))
     assert found.engine_busy_s == pytest.approx(8 - 4)
     assert found.engine_waits_s == pytest.approx({"stopped": 4 + 1, "learner": 1})
     assert found.learner_busy_s == pytest.approx(3 + 3 - 1), "a learner stands still with any of its ranks"
     assert found.learner_waits_s == pytest.approx({"stopped": 3 + 1, "sync": 1})
     assert found.exposed_sync_s == pytest.approx(1)
-    two = account([*spans, span("engine-1", 0, 8)], (0, 10))
+    two = make_span_account([*spans, span("engine-1", 0, 8)], (0, 10))
     assert two.learner_waits_s["sync"] == pytest.approx(3), "with an engine that goes on, one that is stopped is not it"
-    other = account([*spans[:1], span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "fork server")], (0, 10))
+    other = make_span_account(
+        [*spans[:1], span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "fork server")], (0, 10)
+    )
     assert "stopped" not in other.learner_waits_s
-    alone = account([span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "controller")], (0, 10))
+    alone = make_span_account([span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "controller")], (0, 10))
     assert alone.learner_waits_s["stopped"] == pytest.approx(8)
 
 
 def test_of_several_engines_the_mean_counts_and_the_learner_waits_while_any_of_them_works() -> None:
     spans = [span("engine-1", 0, 4), span("engine-2", 0, 2), span("engine-1", 4, 5, "prefill"), span("scoring", 3, 8)]
     spans.append(span("learner", 0, 7, "wait batch"))
-    found = account([*spans, span("learner", 7, 10), span("agent-judge", 0, 10)], (0, 10))
+    found = make_span_account([*spans, span("learner", 7, 10), span("agent-judge", 0, 10)], (0, 10))
     assert found.engine_busy_s == pytest.approx(3.5)
     assert found.prefill_s == pytest.approx(0.5)
     assert found.learner_waits_s == {"engine": 5, "scoring": 2}
     assert found.engine_waits_s == pytest.approx({"scoring": (2 + 4) / 2, "learner": 3, "nobody": 0.5})
-    assert account(spans, (0, 10), {"engine-3"}).engine_busy_s == pytest.approx(7 / 3)
+    assert make_span_account(spans, (0, 10), {"engine-3"}).engine_busy_s == pytest.approx(7 / 3)

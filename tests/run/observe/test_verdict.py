@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.observation import Account, Bound, Cause
-from headrace.run.observe import VerdictSettings, judge, settings_of
-from headrace.run.observe.account import account_of
+from headrace.run.observe import VerdictSettings, judge, make_verdict_settings
+from headrace.run.observe.account import make_account
 from headrace.run.observe.words import percent
 from tests.run.observe.staged import Stage
 from tests.run.observe.synthetic import step_record
@@ -139,22 +139,22 @@ def test_waiting_for_processors_counts_only_where_the_learner_depends_on_it() ->
 def test_what_there_is_to_gain_is_bounded_by_the_part_that_would_bind_next() -> None:
     """rate / the greatest share that another part works: a reader can work it out from the page."""
     rewards = judge(account({"scoring": 60}, {"scoring": 55, "engine": 5}))
-    assert rewards.most_tok_s == pytest.approx(62 / 0.40), "not the engine: it may sample more at once"
+    assert rewards.max_tok_s == pytest.approx(62 / 0.40), "not the engine: it may sample more at once"
     assert rewards.gain == (
         "If nothing had to wait, the learner would hold the run up: at most 155 tokens/s instead of 62."
     )
     learner = judge(account({"learner": 50}, {"engine": 3}))
-    assert learner.most_tok_s == pytest.approx(62 / 0.5), "not the learner's own work"
+    assert learner.max_tok_s == pytest.approx(62 / 0.5), "not the learner's own work"
     turns = judge(account({"learner": 45}, {"engine": 55}))
-    assert turns.most_tok_s == pytest.approx(62 / 0.55)
+    assert turns.max_tok_s == pytest.approx(62 / 0.55)
     crowded = account({"learner": 45}, {"engine": 55}, observed_s=50.0, processors_s=40.0)
-    assert judge(crowded).most_tok_s == pytest.approx(62 / 0.8)
+    assert judge(crowded).max_tok_s == pytest.approx(62 / 0.8)
     assert "the lack of processors would hold the run up" in judge(crowded).gain
     queued = {"learner": 45.0, "controller": 20.0}
     processor_waits = account(
         {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=30.0, queued_s=queued
     )
-    assert judge(processor_waits).most_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
+    assert judge(processor_waits).max_tok_s == pytest.approx(62 / (1 - 0.45 - 0.20))
     assert "Other programs use the processors" in judge(processor_waits).advice
     shared = account(
         {}, {"controller": 40}, controller_busy_s=40.0, observed_s=100.0, processors_s=62.0, queued_s=queued
@@ -166,7 +166,7 @@ def test_no_rate_is_told_that_no_run_will_see() -> None:
     alone = judge(account({"learner": 98}, {"engine": 1}))
     assert alone.bound is Bound.LEARNER
     assert alone.gain == ""
-    assert alone.most_tok_s == 0
+    assert alone.max_tok_s == 0
 
 
 def test_advice_knows_the_settings() -> None:
@@ -196,10 +196,10 @@ def test_settings_come_from_the_resolved_run_file() -> None:
         "launch": {"kind": "local", "engine_threads": 3, "learner_threads": None},
         "sync": {"interrupt": "sleep"},
     }
-    found = settings_of(tree, processors=8, on_cpu=True)
+    found = make_verdict_settings(tree, processors=8, on_cpu=True)
     assert (found.max_age, found.lead, found.capacity) == (None, 1, None)
     assert (found.engine_threads, found.learner_threads, found.alternating) == (3, 4, True)
-    assert settings_of({}) == VerdictSettings()
+    assert make_verdict_settings({}) == VerdictSettings()
 
 
 def test_sync_stragglers_and_waste_are_told_besides() -> None:
@@ -216,13 +216,13 @@ def test_sync_stragglers_and_waste_are_told_besides() -> None:
 def test_ages_are_told_of_all_steps_and_turns_of_those_for_which_they_are_known() -> None:
     turns = {"turns_s": 3.0, "turns_least_s": 2.0}
     steps = [step_record(0), step_record(1, metrics=turns), step_record(2, ages={0: 30, 2: 60}, metrics=turns)]
-    spent = account_of([], steps, (0.0, 3.0))
+    spent = make_account([], steps, (0.0, 3.0))
     assert judge(spent).besides == "Tokens are trained at a mean age of 0.9."  # whether the parts had processors?
     assert judge(msgspec.structs.replace(spent, observed_s=3.0)).besides == (
         "Tokens are trained at a mean age of 0.9. A synchronous run (flow.max_age = 0) would have taken 6.0 s to 9.0 s "
         "instead of 3.0 s."
     )
-    young = account_of([], [step_record(0, ages={0: 90}, metrics=turns)], (0.0, 1.0))
+    young = make_account([], [step_record(0, ages={0: 90}, metrics=turns)], (0.0, 1.0))
     assert judge(young).besides == ""
 
 
@@ -277,8 +277,8 @@ def test_every_sentence_adds_up_and_says_what_the_figures_say(spent: Account, se
             assert f"{idle}%" == percent(getattr(spent, f"{who}_idle")), "the tile says the same"
     assert 0 <= verdict.frac <= 1
     rate = spent.per_second(spent.trained_tokens)
-    assert verdict.most_tok_s == 0 or rate < verdict.most_tok_s < 10 * rate
-    assert bool(verdict.gain) is bool(verdict.most_tok_s)
+    assert verdict.max_tok_s == 0 or rate < verdict.max_tok_s < 10 * rate
+    assert bool(verdict.gain) is bool(verdict.max_tok_s)
     assert bool(verdict.advice) is (verdict.bound is not Bound.BALANCED)
     if verdict.bound is Bound.LEARNER:
         assert spent.learner_idle <= 0.2 + 1e-9
@@ -304,7 +304,7 @@ STAGES = {
 @pytest.mark.parametrize("bound", STAGES)
 def test_a_staged_run_gets_the_verdict_on_what_is_slow_in_it(tmp_path: Path, bound: Bound) -> None:
     _, seen = STAGES[bound].run(tmp_path)
-    total = seen.accountant.total()
+    total = seen.accountant.complete()
     assert judge(total).bound is bound, (str(judge(total)), total)
     for busy_s, waits_s in ((total.learner_busy_s, total.learner_waits_s), (total.engine_busy_s, total.engine_waits_s)):
         assert busy_s + sum(waits_s.values()) == pytest.approx(total.seconds)
@@ -356,11 +356,11 @@ def test_a_run_gains_from_what_is_advised_and_no_more_than_is_said(tmp_path: Pat
         directory = tmp_path / str(place)
         directory.mkdir()
         _, seen = stage.run(directory)
-        total = seen.accountant.total()
+        total = seen.accountant.complete()
         rates.append(total.per_second(total.trained_tokens))
         if not place:
-            verdict = judge(total, settings_of({"flow": {"order": "strict", **stage.flow}}))
+            verdict = judge(total, make_verdict_settings({"flow": {"order": "strict", **stage.flow}}))
     assert verdict.bound is bound, str(verdict)
     assert case.words in verdict.advice, str(verdict)
     assert rates[1] > 1.15 * rates[0], (rates, str(verdict))
-    assert not verdict.most_tok_s or rates[1] <= 1.05 * verdict.most_tok_s, (rates, str(verdict))
+    assert not verdict.max_tok_s or rates[1] <= 1.05 * verdict.max_tok_s, (rates, str(verdict))

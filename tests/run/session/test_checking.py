@@ -323,7 +323,7 @@ def test_a_program_that_always_fails_is_told_at_once_and_as_one_cause(tmp_path: 
     report = check_env(command, rows=ROWS[:1], on_progress=told.append)
     failed = [line for line in told if "failed" in line]
     assert len(failed) == 2, told
-    assert failed[1] == f"the first 4 failed for one cause: the other {report.left_out} are left out"
+    assert failed[1] == f"the first 4 failed for the same cause: the other {report.left_out} are skipped"
     assert f"(program, 4 episodes, {report.left_out} more not tried): failed" in str(report)
     assert report.episodes == 4
     assert f"episode 1 of {4 + report.left_out} (row 1, where the model says" in failed[0]

@@ -69,7 +69,7 @@ def test_a_run_with_a_store_makes_the_weights_of_one_without(
     stored, inline = (make_run(tmp_path / name, mixture, **SETTINGS) for name in ("stored", "inline"))
     train(load_config(stored))
     with monkeypatch.context() as patch:
-        patch.setattr(Processes, "_store_settings", lambda self, writer="": None)
+        patch.setattr(Processes, "_make_store_if_recorded", lambda self, writer="": None)
         train(load_config(inline))
     assert same_learner(last(tmp_path / "stored"), last(tmp_path / "inline"))
     assert names(tmp_path / "stored") == ["engine.000000"]

@@ -21,13 +21,13 @@ from headrace.run.session.config import load_config
 from headrace.run.session.directory import (
     CONFIG_FILE,
     LOCK_S,
-    changed_settings,
     choose_directory,
+    find_changed_settings,
+    find_run_file,
     lock_directory,
     read_settings,
     read_status,
     read_summary,
-    run_file_of,
     write_json,
     write_sealed,
 )
@@ -140,17 +140,17 @@ def test_files_that_are_missing_or_damaged_are_told_apart(tmp_path: Path) -> Non
 
 def test_a_directory_without_a_run_cannot_be_evaluated(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no run"):
-        run_file_of(tmp_path)
+        find_run_file(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json is damaged"):
-        run_file_of(tmp_path)
+        find_run_file(tmp_path)
 
 
 def test_evaluating_a_directory_leaves_the_snapshot_that_is_being_written_alone(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", {"model": {"path": "m"}})
     unfinished = tmp_path / "checkpoints" / "step-000003.tmp-1"
     unfinished.mkdir(parents=True)
-    tree = run_file_of(tmp_path)
+    tree = find_run_file(tmp_path)
     assert isinstance(tree, dict)
     assert merge(tree) == {"model": {"path": "m"}}
     assert unfinished.exists()
@@ -181,10 +181,10 @@ def test_settings_of_a_run_that_have_changed_are_neither_resumed_with_nor_report
 
 def test_settings_that_decide_what_is_learned_and_changed_are_named_with_both_values(tmp_path: Path) -> None:
     before = {"learner": {"lr": 1e-3, "beta": 1}, "run": {"steps": 3, "seed": 1}, "flow": {"gone": 1}}
-    assert changed_settings(tmp_path, before) == []
+    assert find_changed_settings(tmp_path, before) == []
     write_sealed(tmp_path / "config.json", before)
     now = {"learner": {"lr": 2e-3, "beta": 1, "new": 5}, "run": {"steps": 9, "seed": 2}, "launch": {"threads": 2}}
-    assert changed_settings(tmp_path, now) == [
+    assert find_changed_settings(tmp_path, now) == [
         "learner.lr = 0.002 (before: 0.001)",
         "run.seed = 2 (before: 1)",
     ]

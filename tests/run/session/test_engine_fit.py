@@ -12,7 +12,7 @@ from headrace.engine.fleet import FleetConfig
 from headrace.models.devices import Devices
 from headrace.policy import PolicyConfig
 from headrace.run.session import load_config
-from headrace.run.session.engine_fit import explained_gap, refuse_settled
+from headrace.run.session.engine_fit import compute_explained_gap, refuse_unsupported
 from headrace.wings.servers.vllm.command import LORA_RANKS
 from tests.run.session.runs import tiny_model
 
@@ -63,9 +63,9 @@ def test_what_the_engine_has_is_taken() -> None:
 
 def test_servers_give_no_memory_back_on_the_processor_that_a_run_ends_up_on() -> None:
     config = load_config({"model": {"path": "m"}}, [*WAITS, "sync.interrupt=sleep"])
-    refuse_settled(config, (), Devices(engines=("cuda:0",), learner=("cuda:0",)))
+    refuse_unsupported(config, (), Devices(engines=("cuda:0",), learner=("cuda:0",)))
     with pytest.raises(ConfigError, match="does not free its memory"):
-        refuse_settled(config, (), Devices(engines=("cpu",), learner=("cpu",)))
+        refuse_unsupported(config, (), Devices(engines=("cpu",), learner=("cpu",)))
 
 
 def test_each_engine_of_a_fleet_has_its_own_server() -> None:
@@ -97,15 +97,15 @@ def test_gap_that_rounding_explains_follows_from_the_number_formats(
 ) -> None:
     model = tiny_model(tmp_path / "model")
     config = load_config({"model": {"path": str(model)}}, settings)
-    assert explained_gap(config) == largest
+    assert compute_explained_gap(config) == largest
 
 
 def test_experts_that_each_side_chooses_anew_explain_more(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     model = tiny_model(tmp_path / "model", kind="qwen3_moe", extra=experts)
     config = {"model": {"path": str(model), "dtype": "bfloat16"}}
-    assert explained_gap(load_config(config, [])) == 0.1
-    assert explained_gap(load_config(config, ["learner.keep_routing=false"])) == 0.25
+    assert compute_explained_gap(load_config(config, [])) == 0.1
+    assert compute_explained_gap(load_config(config, ["learner.keep_routing=false"])) == 0.25
 
 
 @pytest.mark.parametrize("codec", ["cast_bf16", "cast_fp8"])

@@ -13,7 +13,7 @@ import pytest
 from headrace.base.errors import ConfigError, DeadlineError
 from headrace.base.types.observation import Event
 from headrace.engine.remote import RemoteEndpoint
-from headrace.launch.local import local_serving
+from headrace.launch.local import launch_serving
 from headrace.launch.processes import Processes
 from headrace.run.session import Measures, evaluate
 from tests.rollout.environments.tasks import chat_model, make_env_run
@@ -82,10 +82,10 @@ def test_attempts_are_others_each_time_and_the_same_in_a_repetition(
     @asynccontextmanager
     async def warning(order: Any, remote: Any) -> AsyncIterator[Any]:
         order.on_event(Event(wall_s=0.0, text="engine-1 is lost", level="warning"))
-        async with local_serving(order, remote) as serving:
+        async with launch_serving(order, remote) as serving:
             yield serving
 
-    monkeypatch.setattr("headrace.run.session.evaluating.local_serving", warning)
+    monkeypatch.setattr("headrace.run.session.evaluating.launch_serving", warning)
     run_file = make_env_run(
         tmp_path, model_dir, ENVIRONMENT, "branches", data={"path": "rows.jsonl", "eval_path": "rows.jsonl"}
     )
@@ -110,14 +110,14 @@ def test_an_engine_that_an_evaluation_loses_is_a_warning(
     async def losing(order: Any, _: None) -> AsyncIterator[Any]:
         processes = Processes(site=None, starter=None, order=order, weights=tmp_path)  # type: ignore[arg-type]
         gone = DeadlineError("engine-1 found no free resources within 30 s\nthe cluster has 1 CPU", remedy="add nodes")
-        processes.engines(own_weights=True)._on_loss("engine-1", gone)
+        processes.make_engines(own_weights=True)._on_loss("engine-1", gone)
         raise ConfigError("it ends", remedy="nothing")
         yield
 
     run_file = make_env_run(
         tmp_path, model_dir, ENVIRONMENT, "Twice", data={"path": "rows.jsonl", "eval_path": "rows.jsonl"}
     )
-    monkeypatch.setattr("headrace.run.session.evaluating.local_serving", losing)
+    monkeypatch.setattr("headrace.run.session.evaluating.launch_serving", losing)
     lines: list[str] = []
     with pytest.raises(ConfigError, match="it ends"):
         evaluate(run_file, on_progress=lines.append)

@@ -15,7 +15,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.errors import CheckpointError, ConfigError
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import SnapshotState
 from headrace.learner.config import LearnerConfig
@@ -25,7 +25,7 @@ from headrace.models.attention import PackedPlan, forward
 from headrace.models.heads import HEADS_FILE, load_head
 from headrace.run.cli import main
 from headrace.run.session import exporting
-from headrace.run.session.directory import CONFIG_FILE, run_file_of, write_sealed
+from headrace.run.session.directory import CONFIG_FILE, find_run_file, write_sealed
 from headrace.run.session.exporting import export
 from headrace.wings.bench.speculation_heads import add_head
 from tests.learner.builders import random_batch, tiny
@@ -173,9 +173,9 @@ def test_weights_are_read_where_only_the_optimizer_is_damaged(base: Path, tmp_pa
     moments.write_bytes(moments.read_bytes()[:-1] + b"?")
     assert Path(export(tmp_path / "run", tmp_path / "out").source).name == "step-000002"
     write_sealed(tmp_path / "run" / CONFIG_FILE, {"model": {"path": str(base)}})
-    assert run_file_of(tmp_path / "run")["model"]["path"] == str(moments.parent)
+    assert find_run_file(tmp_path / "run")["model"]["path"] == str(moments.parent)
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors has changed"):
-        starting_point(tmp_path / "run")
+        find_starting_point(tmp_path / "run")
     moments.with_name("model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.safetensors has 0 bytes"):
         export(tmp_path / "run", tmp_path / "again")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.errors import HeadraceError
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.flow.ledger.opening import open_ledger
 from headrace.learner import checkpoint
 from headrace.run.session.directory import CONFIG_FILE, FACTS_FILE, read_sealed
@@ -48,7 +48,7 @@ def flip(path: Path, rng: random.Random) -> None:
 
 def told(run_dir: Path) -> tuple[object, ...]:
     """All that a resume, an evaluation and a replay take from the files of a run, verified as they verify it."""
-    start = starting_point(run_dir)
+    start = find_starting_point(run_dir)
     with closing(open_ledger(run_dir)) as ledger:
         books = (ledger.attempts(0), ledger.checksums(), ledger.notes(), repr(ledger.roll_back(start.step)))
     assert start.snapshot is not None

@@ -15,15 +15,15 @@ from headrace.base.clock import run_virtual
 from headrace.base.errors import StallError
 from headrace.control import RunSection
 from headrace.control.evaluation import EvaluationListener
-from headrace.run.session.evaluating import attempt_rewards
-from headrace.run.session.running import Interrupts, first_cause, in_own_loop
+from headrace.run.session.evaluating import measure_rewards
+from headrace.run.session.running import Interrupts, first_cause, run_in_own_loop
 from headrace.testing import FakeScorer, fake_parts
 from tests.run.session.runs import first_words, hangup, make_run, running, verb
 
 
 def in_a_notebook(main: object) -> object:
     async def cell() -> object:
-        return in_own_loop(main)
+        return run_in_own_loop(main)
 
     loop = asyncio.new_event_loop()  # asyncio.run would take the first Ctrl-C for itself; a notebook does not
     try:
@@ -69,7 +69,7 @@ def test_evaluation_that_hangs_ends_in_words(tmp_path: Path) -> None:
         await parts.engine.stage(update)
         await parts.engine.commit(0)
         serving = replace(parts, eval_tasks=parts.tasks[:2])
-        await attempt_rewards(
+        await measure_rewards(
             serving, RunSection(stall_timeout_s=20.0), EvaluationListener(on_tokens=lambda _: None, warn=lambda _: None)
         )
 

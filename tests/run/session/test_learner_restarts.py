@@ -79,7 +79,7 @@ def test_the_error_of_a_learner_keeps_nothing_of_the_life_that_it_has_ended(
     async def life(of: training.RunLife, _interrupts: object) -> Any:
         controller = Controller()
         controllers.append(weakref.ref(controller))
-        if of.after is not None:
+        if of.preceding_error is not None:
             gc.collect()
             alive.extend(each() is not None for each in controllers[:-1])
             return "the summary"
@@ -93,7 +93,7 @@ def test_the_error_of_a_learner_keeps_nothing_of_the_life_that_it_has_ended(
     config: Any = SimpleNamespace(config=SimpleNamespace(launch=SimpleNamespace(learner_restarts=1)))
     nothing: Any = None
     first = training.RunLife(
-        prepared=config, run_dir=tmp_path, locked_dir=nothing, recording=None, forks=None, after=None
+        prepared=config, run_dir=tmp_path, locked_dir=nothing, recording=None, forks=None, preceding_error=None
     )  # fmt: skip
     assert training._run_with_restarts(first) == "the summary"
     assert alive == [False]

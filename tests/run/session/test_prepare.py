@@ -17,7 +17,7 @@ from headrace.base.environ import PART_OF_A_RUN
 from headrace.base.errors import ConfigError, DataError, EnvError, HeadraceError, ModelError
 from headrace.control.observer import Observers
 from headrace.run.session import evaluate, load_config, train
-from headrace.run.session.explain import explain, non_default_settings
+from headrace.run.session.explain import explain, find_non_default_settings
 from headrace.run.session.prepare import Inputs, Prepared, make_order, prepare
 from headrace.sync.config import RunPlaces
 from tests.models.kinds import add_tokens
@@ -288,10 +288,10 @@ def test_a_run_may_go_on_on_other_devices(prepared: Prepare) -> None:
 
 def test_a_dry_run_says_what_a_value_means_and_of_tables_only_what_was_set(prepared: Prepare) -> None:
     made = prepared(env={"kind": "rollout", "entry": "reward.py:reward"})
-    found = {each.name: each for each in non_default_settings(made.config)}
+    found = {each.name: each for each in find_non_default_settings(made.config)}
     assert found["env.kind"].words == "rollout: an async def rollout(task, policy)"
     filtered = load_config(made.config, ["flow.filters=[{kind='length', all_masked='keep'}]"])
-    shown = {each.name: each.value for each in non_default_settings(filtered)}
+    shown = {each.name: each.value for each in find_non_default_settings(filtered)}
     assert shown["flow.filters"] == [{"kind": "length", "all_masked": "keep"}]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, ReplayDiffers
 from headrace.run.session import load_config, train
-from headrace.run.session.repeating import recorded_settings
+from headrace.run.session.repeating import read_settings_to_replay
 from tests.run.session.runs import forge, make_run, verb
 from tests.run.session.serial import same_learner
 
@@ -48,7 +48,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Path:
 
 def replay(recorded: Path, run_dir: Path, *overrides: str) -> None:
     settings = [f"run.dir={run_dir}", "observe.view=none", "run.stall_timeout_s=5", *overrides]
-    train(load_config(recorded_settings(recorded), settings), replay=recorded)
+    train(load_config(read_settings_to_replay(recorded), settings), replay=recorded)
 
 
 def test_an_asynchronous_run_is_repeated_bit_for_bit(recorded: Path, tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from headrace.flow.ledger.opening import LOCK_FILE
 from headrace.launch.leases import Lease
 from headrace.launch.order import ComponentStatus, OnEngineChange, OnProgress
 from headrace.run.cli.app import main
-from headrace.run.session.directory import STATUS_FILE, Status, engines_when_ended, write_json, write_sealed
-from headrace.run.session.requests import MAX_LINE_BYTES, answering_requests
+from headrace.run.session.directory import STATUS_FILE, Status, find_final_num_engines, write_json, write_sealed
+from headrace.run.session.requests import MAX_LINE_BYTES, serve_requests
 
 DEADLINE_S = 20.0
 
@@ -72,7 +72,7 @@ def answered(directory: Path, talk: Callable[[Changes, str], Coroutine[Any, Any,
 
     async def run() -> Any:
         changes = Changes()
-        async with answering_requests(directory, changes) as address:
+        async with serve_requests(directory, changes) as address:
             async with asyncio.timeout(DEADLINE_S):
                 return await talk(changes, address)
 
@@ -151,7 +151,7 @@ def test_change_that_is_under_way_is_given_up_at_the_end_of_the_run(tmp_path: Pa
     async def run() -> None:
         changes = Changes()
         changes.may_end.clear()
-        async with answering_requests(tmp_path, changes) as address:
+        async with serve_requests(tmp_path, changes) as address:
             reader, writer = await asyncio.open_unix_connection(address)
             writer.write(b'{"type": "AddEngines", "count": 1}\n')
             await reader.readline()
@@ -280,7 +280,7 @@ def test_verb_refuses_runs_that_it_cannot_reach_by_name(
 
 def test_only_the_user_of_the_run_can_reach_the_socket(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        lease = Lease.directory(tmp_path)
+        lease = Lease.create_directory(tmp_path)
         stack.callback(lease.end)
 
         async def talk(_: Changes, address: str) -> None:
@@ -291,12 +291,12 @@ def test_only_the_user_of_the_run_can_reach_the_socket(tmp_path: Path) -> None:
 
 
 def test_number_of_engines_that_a_run_had_is_known_when_it_is_resumed(tmp_path: Path) -> None:
-    assert engines_when_ended(tmp_path) is None
+    assert find_final_num_engines(tmp_path) is None
     run_dir = made_run(tmp_path / "run", roles=("engine", "engine-1", "learner"))
-    assert engines_when_ended(run_dir) is None, "its settings are not known"
+    assert find_final_num_engines(run_dir) is None, "its settings are not known"
     write_sealed(run_dir / "config.json", {"engine": {"count": 2}})
-    assert engines_when_ended(run_dir) is None
+    assert find_final_num_engines(run_dir) is None
     write_sealed(run_dir / "config.json", {"engine": {"count": 1}})
-    assert engines_when_ended(run_dir) == 2
+    assert find_final_num_engines(run_dir) == 2
     made_run(run_dir, roles=("engine", "learner"), num_engines=3)
-    assert engines_when_ended(run_dir) == 3, "one was being started again, and one was not added yet"
+    assert find_final_num_engines(run_dir) == 3, "one was being started again, and one was not added yet"

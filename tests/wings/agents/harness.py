@@ -118,7 +118,7 @@ def open_episode(engine: ScriptedEngine) -> Conversations:
         key=EpisodeKey(0, 0),
         on_tokens=lambda _: None,
     )
-    return Conversations(policy, Budgets(), chat=Chat.of(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
+    return Conversations(policy, Budgets(), chat=Chat.create(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
 
 
 Program = Callable[[Access], Awaitable[None]]
@@ -139,7 +139,7 @@ class World:
         endpoint = self.endpoint
 
         class Played:
-            asks_prompt = False
+            begins_with_prompt = False
 
             async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 async with endpoint.session(episode) as access:
@@ -152,7 +152,7 @@ class World:
         """One episode, without any protocol."""
 
         class Played:
-            asks_prompt = False
+            begins_with_prompt = False
 
             async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
                 await program(episode)
@@ -169,7 +169,7 @@ class World:
             run_seed=0,
             on_tokens=lambda _: None,
             limits=self.budgets,
-            chat=Chat.of(TOKENIZER, (EOS,)),
+            chat=Chat.create(TOKENIZER, (EOS,)),
         )
         return await runner.run(EpisodeKey(0, self.num_episodes), TASK)
 

@@ -28,7 +28,7 @@ def test_the_model_of_a_request_names_the_agent_that_answers_in_every_protocol()
         on_tokens=lambda _: None,
         agents=cast,
     )
-    talk = Conversations(policy, EpisodeLimits(), chat=Chat.of(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
+    talk = Conversations(policy, EpisodeLimits(), chat=Chat.create(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
 
     async def play() -> list[str]:
         said: list[str] = []

@@ -56,7 +56,7 @@ def attempts(
 
                 speaker = Speaker(answer, SPOKEN)
                 speaker.sampling = Sampling(max_new_tokens=400, stop_ids=speaker.sampling.stop_ids)
-                chat = Chat.of(SPOKEN, speaker.sampling.stop_ids)
+                chat = Chat.create(SPOKEN, speaker.sampling.stop_ids)
                 talk = Conversations(speaker, limits or EpisodeLimits(), chat=chat, seed=7, note=notes.append)
                 ended = await rollout(row, EpisodePolicy(talk, executor=hands))
                 return Attempt(ended=ended, turns=list(talk.turns), read=read)

@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeKey
 from headrace.flow.ledger.browse import Browser
 from headrace.launch.interleaving import EngineInput, RecordedInput, interleaving_file, read_interleaving
 from headrace.rollout.runner import episode_seed
-from headrace.run.observe.metrics import over_run
+from headrace.run.observe.metrics import combine_over_run
 from headrace.run.observe.rundata import load_run
 
 
@@ -36,7 +36,7 @@ class Seen:
     @cached_property
     def sums(self) -> dict[str, float]:
         """The metrics of all steps."""
-        return over_run(self.steps)
+        return combine_over_run(self.steps)
 
     @cached_property
     def books_balance(self) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from headrace.models import ModelConfig, load_model
 from headrace.run.session import load_config
-from headrace.run.session.explain import previews
+from headrace.run.session.explain import make_previews
 from headrace.run.session.prepare import Inputs, Prepared, prepare
 from headrace.wings.plan.parts import MappedPart, mapped_parts, parts_table
 from tests.run.session.runs import make_run, tiny_model
@@ -53,7 +53,7 @@ def test_weights_and_cache_are_those_of_the_loaded_model(prepared: Prepare, mode
     layers, kv_heads, head, slots = 2, 2, 8, 16
     assert engine["cache up to"] == 2 * layers * kv_heads * head * 4 * slots * made.max_context
     assert "part " in parts_table(made)
-    assert parts_table(made) in previews(made)
+    assert parts_table(made) in make_previews(made)
 
 
 def test_ranks_share_what_is_sharded_and_copies_keep_all(prepared: Prepare) -> None:

@@ -58,7 +58,7 @@ FILES = {
 class InThisProcess:
     """The shell as an environment without a worker process."""
 
-    asks_prompt = False
+    begins_with_prompt = False
 
     def __init__(self, executor: ThreadPoolExecutor) -> None:
         options = {"image": "machine", "action": "line", "system": "", "commands": COMMANDS}
@@ -156,7 +156,7 @@ def run_bench(
                 sampling=Sampling(max_new_tokens=ANSWER_TOKENS, stop_ids=(tokenizer.eos_token_id,)),
                 run_seed=0,
                 on_tokens=lambda _: None,
-                chat=Chat.of(tokenizer, [tokenizer.eos_token_id]),
+                chat=Chat.create(tokenizer, [tokenizer.eos_token_id]),
             )
             await body(Bench(engine, runner))
         await close_shared_worlds()

@@ -23,7 +23,7 @@ from headrace.flow.layout import make_outline
 from headrace.learner.base import Publication
 
 ORDERED_AHEAD = 2
-"""Greatest number of ordered steps: the step that the learner works on, and the next step."""
+"""Maximum number of ordered steps: the step that the learner works on, and the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,11 @@ class Feeder:
         self._sync = sync
         self._saver = saver
         self._orders_allowed = asyncio.Semaphore(ORDERED_AHEAD)
+        """A semaphore with the number of further steps that may be ordered now."""
         self._orders: asyncio.Queue[OrderedStep | None] = asyncio.Queue(maxsize=ORDERED_AHEAD + 1)
+        """The ordered steps that :meth:`next` has not returned; ``None`` follows the last step."""
         self._has_waiter = False
+        """Whether the learning loop waits in :meth:`next`."""
 
     async def next(self) -> OrderedStep | None:
         """Wait for the next ordered step and return it; return ``None`` after the last step."""
@@ -80,13 +83,13 @@ class Feeder:
     async def run(self) -> None:
         """Order steps until the last step, until no further batch is possible, or until the run is requested to
         stop."""
-        async with asyncio.TaskGroup() as orders:
+        async with asyncio.TaskGroup() as tasks:
             while True:
                 await self._orders_allowed.acquire()
                 batch = await self._next_batch()
                 if batch is None:
                     break
-                await self._orders.put(await self._order(batch, orders))
+                await self._orders.put(await self._order(batch, tasks))
             await self._orders.put(None)
 
     async def _next_batch(self) -> GroupBatch | None:
@@ -101,10 +104,10 @@ class Feeder:
             await state.flow.changed.wait()
         return None
 
-    async def _order(self, batch: GroupBatch, orders: asyncio.TaskGroup) -> OrderedStep:
-        """Order the step of ``batch`` from the learner, and return the ordered step. The tasks of the step
-        are created in the group ``orders``. Tasks start in the order of their creation, so the learner receives its
-        orders in this order."""
+    async def _order(self, batch: GroupBatch, tasks: asyncio.TaskGroup) -> OrderedStep:
+        """Order the step of ``batch`` from the learner, and return the ordered step. The tasks of the step are created
+        in the group ``tasks``. They start in the order of their creation, so the learner receives its requests in this
+        order."""
         state = self._state
         step = batch.step
         with state.board.requesting(
@@ -126,14 +129,14 @@ class Feeder:
         await self._sleep_engine()
         ordered_s = state.parts.clock.now()
         state.flow.record_batch_sent(step)
-        trained = orders.create_task(self._train(outline))
+        trained = tasks.create_task(self._train(outline))
         # the learner trains now, and the waiting loop receives the step only at the end of this method
         if self._has_waiter:
-            state.board.working("learner", f"step {step}")
+            state.board.set_working("learner", f"step {step}")
         with state.board.requesting("learner", "a free weight buffer", provider="sync"):
             slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
-        snapshot = orders.create_task(self._snapshot(step + 1, slot))
+        snapshot = tasks.create_task(self._snapshot(step + 1, slot))
         saves_checkpoint = (step + 1) % state.run.checkpoint_every == 0
         return OrderedStep(
             step=step,
@@ -144,7 +147,7 @@ class Feeder:
             trained=trained,
             slot_s=slot_s,
             snapshot=snapshot,
-            saving=self._saver.begin(step + 1, orders) if saves_checkpoint else None,
+            saving=self._saver.begin(step + 1, tasks) if saves_checkpoint else None,
         )
 
     async def _sleep_engine(self) -> None:

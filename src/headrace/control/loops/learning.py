@@ -38,7 +38,7 @@ class LearningLoop:
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, has_teachers: bool) -> None:
         """Create the loop. ``state`` is the state of the run, ``sync`` receives the new weights, and ``saver`` writes
-        checkpoints. ``has_teachers`` says whether a teacher provides a training signal even where all rewards are
+        checkpoints. ``has_teachers`` says whether a teacher provides a training signal even if all rewards are
         equal."""
         self._state = state
         self._has_teachers = has_teachers
@@ -80,7 +80,7 @@ class LearningLoop:
         the metrics and the trace."""
         state = self._state
         clock = state.parts.clock
-        state.board.working("learner", f"step {ordered.step}")
+        state.board.set_working("learner", f"step {ordered.step}")
         waited_s = max(0.0, ordered.ordered_s - self._free_since_s)
         if waited_s:
             self._trace_wait(ordered)
@@ -91,7 +91,7 @@ class LearningLoop:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.untrained)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
         state.flow.record_step_trained(ordered.groups, report, report.ages, report.learned)
-        state.board.progress()
+        state.board.record_progress()
         # The copy of the weights was ordered together with the step, so the learner does not wait for this loop.
         publication = await ordered.snapshot
         self._sync.publish(publication)
@@ -137,18 +137,18 @@ class LearningLoop:
         """Warn if a step trained on ``groups`` had no training signal, because all rewards were equal or every answer
         was masked. Raises :class:`~headrace.base.errors.NothingToLearn` after too many such steps in a row."""
         state = self._state
-        masked = not any(group.scored for group in groups)
-        has_signal = have_signal(groups) or (self._has_teachers and not masked)
+        all_masked = not any(group.scored for group in groups)
+        has_signal = have_signal(groups) or (self._has_teachers and not all_masked)
         self._without_signal = 0 if has_signal else self._without_signal + 1
         if self._without_signal == 0:
             return
-        if masked and self._without_signal >= state.flow_config.max_idle_batches:
+        if all_masked and self._without_signal >= state.flow_config.max_idle_batches:
             raise NothingToLearn(
                 f"{self._without_signal} steps in a row had nothing to learn from, and the last of them not one "
                 "answer: flow.filters have masked all of them",
                 remedy="raise engine.max_new_tokens if answers are cut off, or flow.max_idle_batches; then --resume",
             )
-        if masked:
+        if all_masked:
             state.warn("flow.filters have masked every answer of a batch: its step changes no weight")
             return
         unit = "batch" if state.flow_config.group_size == 1 else "group"
@@ -165,25 +165,26 @@ class LearningLoop:
 
 
 class Tuning:
-    """The automatic tuning of ``flow.max_age`` and ``flow.capacity``, where these settings are ``"auto"``. It changes
-    the limits of the flow and reports each change as an event."""
+    """The automatic tuning of ``flow.max_age`` and ``flow.capacity``, if these settings are ``"auto"``. It changes the
+    limits of the flow and reports each change as an event."""
 
     def __init__(self, state: RunState) -> None:
         """Create the tuning. ``state`` contains the flow whose limits are tuned."""
         self._state = state
         self._tuner: AgeTuner | None = None
+        """The rule that adapts the staleness bound; ``None`` before the first step."""
 
     def after_step(self, report: StepReport, ages: Mapping[int, int]) -> None:
-        """Adapt the staleness bound to the metrics of a step, if ``flow.max_age`` is ``"auto"``. ``ages`` is the number
-        of tokens that the step trained, by age in versions."""
+        """Adapt the staleness bound to the metrics of a step, which ``report`` contains, if ``flow.max_age`` is
+        ``"auto"``. ``ages`` is the number of tokens that the step trained, by age in versions."""
         flow = self._state.flow
         if flow.config.max_age != "auto":
             return
         tuner = self._tuner or AgeTuner(settings=flow.config.age_tuning, max_age=flow.state.limits.max_age)
-        self._tuner, why = tuner.after_step(report.metrics, max(ages, default=0))
-        if why:
+        self._tuner, change = tuner.after_step(report.metrics, max(ages, default=0))
+        if change:
             flow.set_max_age(self._tuner.max_age)
-            self._state.event(why)
+            self._state.event(change)
 
     async def watch_engine(self) -> None:
         """Adapt the capacity to the engine's statistics at regular intervals, until cancelled. Return at once unless
@@ -197,11 +198,11 @@ class Tuning:
         while True:
             await asyncio.sleep(LOOK_S)
             limits = flow.state.limits
-            cap, why = cap.observe(
+            cap, change = cap.observe(
                 state.parts.engine.stats(),
                 num_running=flow.state.num_running,
                 limit=(limits.run_ahead + 1) * limits.batch_size,
             )
-            if why:
+            if change:
                 flow.set_capacity(cap.capacity)
-                state.event(why)
+                state.event(change)

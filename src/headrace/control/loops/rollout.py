@@ -50,9 +50,9 @@ class RolloutLoop:
     def __init__(
         self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn, on_part: Callable[[TokenChunk], None]
     ) -> None:
-        """Episodes that have ended are put into the queue ``finished``. ``on_turn`` is called with each sampled turn.
-        ``on_part`` is called with the tokens of every turn when they arrive, and with recorded tokens from an earlier
-        life of the run."""
+        """Create the loop. ``state`` is the state of the run. Episodes that have ended are put into the queue
+        ``finished``. ``on_turn`` is called with each sampled turn. ``on_part`` is called with the tokens of every turn
+        when they arrive, and with recorded tokens from an earlier life of the run."""
         self._state = state
         self._finished = finished
         self._on_part = on_part
@@ -61,18 +61,19 @@ class RolloutLoop:
         self._running_tasks: dict[EpisodeKey, Task] = {}
         """The task of each running episode."""
         resting = 0 if state.curriculum is None else state.curriculum.num_rest
-        # so many picks include every row that the curriculum may pick
         self._max_unfit = 2 * len(state.parts.tasks) + resting
+        """Number of such groups in a row after which the run ends. This many picks include every row that the
+        curriculum may pick."""
         self._env_lane: BusyLane | None = None
         """The lane that is busy while an episode runs in its environment; ``None`` if episodes only call the engine."""
-        if not state.parts.env.asks_prompt:
+        if not state.parts.env.begins_with_prompt:
             self._env_lane = BusyLane("environment", "run", state.observers, state.parts.clock)
         runner = EpisodeRunner(
             engine=state.parts.engine,
             env=state.parts.env,
             sampling=state.parts.sampling,
             run_seed=state.run.seed,
-            on_tokens=lambda _: state.board.progress(),
+            on_tokens=lambda _: state.board.record_progress(),
             on_part=self._tokens_arrived,
             on_turn=lambda key, prompt_ids_T, turn: on_turn(key, self._running_tasks[key], prompt_ids_T, turn),
             note=lambda text: state.warn(text, kind=text),
@@ -84,9 +85,11 @@ class RolloutLoop:
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
             attempt_kind=AttemptKind.ALONE if state.flow_config.pivots is None else AttemptKind.ORIGIN,
         )
-        siblings = SiblingRunner.of(runner)
+        siblings = SiblingRunner.from_runner(runner)
         self._run_episode: RunEpisodeAlone = runner.run
+        """The function that runs one episode, here or in a rollout shard."""
         self._run_group = None if siblings is None else siblings.run
+        """The function that runs all episodes of a group together; ``None`` if every episode runs alone."""
         shards = state.parts.shards
         if shards is not None:
             shards.connect(state.flow.running_turns.record, lambda text: state.warn(text, kind=text))
@@ -100,7 +103,7 @@ class RolloutLoop:
         :class:`~headrace.base.errors.DataError` if no row of the dataset fits into the context."""
         state = self._state
         if not any(self._length(task) <= state.parts.max_context for task in state.parts.tasks):
-            raise self._nothing_fits("no row fits")
+            raise self._context_error("no row fits")
         async with asyncio.TaskGroup() as episodes:
             while state.flow.may_admit:
                 self._start_admitted(episodes)
@@ -130,11 +133,11 @@ class RolloutLoop:
         self._state.flow.running_turns.add(part)
         self._on_part(part)
 
-    def _nothing_fits(self, what: str) -> DataError:
-        """Return the error that ends the run because no row's prompt and answer fit into the context. ``what`` is the
-        beginning of the message."""
+    def _context_error(self, beginning: str) -> DataError:
+        """Return the error that ends the run because no row's prompt and answer fit into the context. ``beginning`` is
+        the beginning of the message."""
         return DataError(
-            f"{what} the context of {self._state.parts.max_context} tokens with an answer of "
+            f"{beginning} the context of {self._state.parts.max_context} tokens with an answer of "
             f"{self._state.parts.sampling.max_new_tokens}",
             remedy="raise the context, lower engine.max_new_tokens, or give rows with shorter prompts",
         )
@@ -147,8 +150,9 @@ class RolloutLoop:
                 self._start(admission, episodes)
 
     def _start(self, admission: Admission, episodes: asyncio.TaskGroup) -> None:
-        """Start the episodes of an admitted group as tasks in ``episodes``, or drop the group if its row cannot be
-        used. Episodes that had ended before the run was resumed are put into the queue without running again."""
+        """Start the episodes of the group that ``admission`` admits as tasks in ``episodes``, or drop the group if its
+        row cannot be used. Episodes that had ended before the run was resumed are put into the queue without running
+        again."""
         state = self._state
         if admission.row >= len(state.parts.tasks):
             state.warn(f"row {admission.row + 1} is not in the dataset any more: dropped")
@@ -164,10 +168,10 @@ class RolloutLoop:
             self._drop(admission, "prompt_too_long")
             self._unfit_in_a_row += 1
             if self._unfit_in_a_row > self._max_unfit:
-                raise self._nothing_fits("no row that the curriculum still picks fits")
+                raise self._context_error("no row that the curriculum still picks fits")
             return
         self._unfit_in_a_row = 0
-        if state.parts.env.asks_prompt and _has_other_prompt(admission.ended, task):
+        if state.parts.env.begins_with_prompt and _has_other_prompt(admission.ended, task):
             state.warn(
                 f"row {admission.row + 1} has another prompt than before the restart: its group, half done, is dropped"
             )
@@ -197,13 +201,13 @@ class RolloutLoop:
     def _length(self, task: Task) -> int:
         """Return the number of tokens of the task's prompt plus the longest answer; 0 if the environment creates its
         own prompts."""
-        if not self._state.parts.env.asks_prompt:
+        if not self._state.parts.env.begins_with_prompt:
             return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
     async def _run_alone(self, group: OpenGroup, place: int, partial_turns: Sequence[TokenChunk]) -> None:
-        """Run the episode at index ``place`` of the group, and put it into the queue. ``partial_turns``
-        are the recorded tokens of its turns from before the run was interrupted, from which the episode continues."""
+        """Run the episode at index ``place`` of ``group``, and put it into the queue. ``partial_turns`` are the
+        recorded tokens of its turns from before the run was interrupted, from which the episode continues."""
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
@@ -223,8 +227,8 @@ class RolloutLoop:
         await self._finished.put((group, [episode]))
 
     async def _run_together(self, group: OpenGroup, run_group: RunGroup) -> None:
-        """Run all episodes of a group with one call of ``run_group``, and put episodes that end together into the queue
-        together."""
+        """Run all episodes of ``group`` with one call of ``run_group``, and put episodes that end together into the
+        queue together."""
         state = self._state
         start_s = state.parts.clock.now()
         keys = [EpisodeKey(group.number, place) for place in range(group.size)]

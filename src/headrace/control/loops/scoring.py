@@ -22,13 +22,13 @@ from headrace.control.groups import ClosedGroup, OpenGroup, ZeroSignalCounter, c
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.observer import BusyLane
 from headrace.control.pivots import PivotResampler
-from headrace.control.state import RunState, trainer_state
+from headrace.control.state import RunState, make_trainer_state
 from headrace.control.teaching import Teaching
 from headrace.control.turns import REWARD_NONE, ProcessRewards, assign_reward
 from headrace.flow.filters import FilterContext, get_rewards
 from headrace.flow.ledger import Ledger
 from headrace.flow.ready import UNSTORED, is_stored
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded, ScoringContext
 
 
@@ -49,20 +49,26 @@ class ScoringLoop:
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0
+        """Number of groups in a row that were dropped because their episodes failed."""
         self._unstored_in_a_row = 0
+        """Number of groups in a row that were dropped because their columns could not be stored."""
         self._last_cause = ""
+        """The cause of the last episode that failed."""
         self._turns: ProcessRewards | None = None
+        """The process rewards of running episodes; ``None`` if the run has none."""
         self._teaching: Teaching | None = None
+        """The running calls of teachers; ``None`` if the run has no teachers."""
         self._scoring_lane = BusyLane("scoring", "score", state.observers, state.parts.clock)
         self._teacher_lane = BusyLane("teachers", "teach", state.observers, state.parts.clock)
         config = state.flow_config
         self._pivots: PivotResampler | None = None
+        """The component that adds branches to failed episodes; ``None`` if the run samples no branches."""
         if config.pivots is not None:
             self._pivots = PivotResampler(
                 state, config.pivots, score_attempts=self._score_branches, on_turn=self.turn_ended
             )
-        self._zero_signal = ZeroSignalCounter(most=config.max_idle_batches * config.groups_per_step)
-        self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
+        self._zero_signal = ZeroSignalCounter(max_dropped=config.max_idle_batches * config.groups_per_step)
+        self._filter_context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
     async def run(self) -> None:
         """Score episodes until cancelled. The controller cancels this loop when the learner loop has ended."""
@@ -72,12 +78,16 @@ class ScoringLoop:
                 self._teaching = Teaching(state.parts.teachers, scorings, self._show_teacher_call)
             if state.parts.turn_scorer is not None:
                 self._turns = ProcessRewards(
-                    state.parts, state.parts.turn_scorer, scorings, self._show_turn_scoring, trainer=self._trainer
+                    state.parts,
+                    state.parts.turn_scorer,
+                    scorings,
+                    self._show_turn_scoring,
+                    trainer=self._make_trainer_state,
                 )
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
                     group, episodes = await self._finished.get()
-                state.board.working("scoring", f"group {group.number}")
+                state.board.set_working("scoring", f"group {group.number}")
                 self._handle_episodes(group, episodes, scorings)
 
     @contextmanager
@@ -96,8 +106,8 @@ class ScoringLoop:
             yield
 
     def restore_pivots(self, ledger: Ledger, step: int) -> None:
-        """Restore the outcomes of pivots from the ledger, up to the checkpoint of ``step``. Further pivots are chosen
-        by them. Do nothing if the run samples no branches."""
+        """Restore the outcomes of pivots from ``ledger``, up to the checkpoint of ``step``. Later pivots are chosen by
+        them. Do nothing if the run samples no branches."""
         if self._pivots is not None:
             self._pivots.restore(ledger, step)
 
@@ -108,8 +118,8 @@ class ScoringLoop:
             self._pivots.sampled_turns.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Start to score a turn of the episode ``key``, if the run has process rewards. The prompt of the turn is
-        ``prompt_ids_T``; its episode may continue."""
+        """Start to score ``turn``, a turn of the episode ``key``, which attempts ``task``, if the run has process
+        rewards. The prompt of the turn is ``prompt_ids_T``; its episode may continue."""
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
@@ -172,23 +182,23 @@ class ScoringLoop:
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:
-            scores = await state.parts.scorer.score(group.task, texts, self._context_of(episodes))
-        for place, episode in enumerate(episodes):
-            await self._grade(episode, scores.of(place))
+            scores = await state.parts.scorer.score(group.task, texts, self._make_context(episodes))
+        for index, episode in enumerate(episodes):
+            await self._grade(episode, scores.get_graded(index))
         state.metrics.answer_scored(texts[-1], episodes[-1].reward)
 
-    def _context_of(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
+    def _make_context(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
         """Return the context that reward functions may request in addition to task and text. Its step is the version
         under which the group was admitted, so it does not depend on when the group is scored."""
         ids = tuple(completion_ids(episode) for episode in episodes)
-        return ScoringContext(completion_ids=ids, trainer=self._trainer(episodes[0].key))
+        return ScoringContext(completion_ids=ids, trainer=self._make_trainer_state(episodes[0].key))
 
-    def _trainer(self, key: EpisodeKey) -> TrainerState:
+    def _make_trainer_state(self, key: EpisodeKey) -> TrainerState:
         """Return the trainer state for reward functions of the episode ``key``. Its step is the version under which the
         episode's group was admitted."""
         group = self._state.flow.state.groups.get(key.group)
         version = None if group is None else group.oldest_version
-        return trainer_state(self._state, version or 0)
+        return make_trainer_state(self._state, version or 0)
 
     async def _finish_with_reward(self, group: OpenGroup, episode: EpisodeGraph, graded: Graded) -> None:
         """Set the reward of an episode to ``graded``, which its environment has returned; add branches if the episode
@@ -233,7 +243,7 @@ class ScoringLoop:
             group.in_order,
             min_episodes=state.flow_config.min_episodes,
             filters=state.flow_config.filters,
-            context=self._context,
+            context=self._filter_context,
         )
         if not closed.reason:
             self._zero_signal.record_kept()
@@ -249,8 +259,8 @@ class ScoringLoop:
             return
         self._failed_in_a_row = 0
         self._zero_signal.record_dropped(closed.reason, closed.dropped_by, get_rewards(closed.group.counted))
-        if self._zero_signal.length == max(2, self._zero_signal.most // 2):
-            state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
+        if self._zero_signal.length == max(2, self._zero_signal.max_dropped // 2):
+            state.warn(f"{self._zero_signal.describe()}; after {self._zero_signal.max_dropped} in a row the run ends")
 
     def _add_ready(self, closed: ClosedGroup) -> None:
         """Add a group that may be trained to the flow's buffer. If its columns cannot be written into the store, drop
@@ -274,7 +284,7 @@ class ScoringLoop:
                 self._unstored_in_a_row = 0
 
     def _record_set_aside(self, closed: ClosedGroup) -> None:
-        """Record in the ledger and the metrics which episodes of a kept group the filters have left out or masked."""
+        """Record in the ledger and the metrics which episodes of a kept group the filters have excluded or masked."""
         new_statuses = dict.fromkeys((episode.status, episode.cause) for episode in closed.changed)
         for status, reason in new_statuses:
             places = [e.key.place for e in closed.changed if (e.status, e.cause) == (status, reason)]
@@ -298,5 +308,5 @@ class ScoringLoop:
         raise EnvError(
             f"{self._failed_in_a_row} groups in a row were dropped because their episodes failed; the last: "
             f"{self._last_cause}",
-            remedy=f"{remedy_of(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
+            remedy=f"{find_remedy(self._last_cause)} (or raise flow.max_failed_groups), then --resume",
         )

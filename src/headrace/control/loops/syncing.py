@@ -3,8 +3,8 @@ uses it. An engine *stages* a version when it loads and verifies the weights whi
 *commits* the version when it uses the new weights from then on.
 
 The learner itself announces a version to the engines on its machine. They stage it while they decode, and commit it
-between two of their steps, all at once or one after the other. This loop orders the stages and commits that the
-announcement has not started, records the commits, and delivers the newest version to engines that join late.
+between two of their steps, either all at once or one engine after another. This loop requests the stages and commits
+that the announcement has not started, records the commits, and delivers the newest version to engines that join late.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from headrace.flow.flow import Signal
 from headrace.learner.base import Publication
 
 MAX_SENDS = 4
-"""Greatest number of times that one version is sent; after that the run ends. Engines may die or join while a version
-is sent."""
+"""Maximum number of times that one version is sent; after that the run ends. Engines may die or join while a version is
+sent."""
 RESEND_DELAY_S = 1.0
 """Seconds before a version is sent again. After that time, the death of an engine that could not be reached has been
 detected."""
@@ -47,6 +47,7 @@ class SyncLoop:
         """Create the loop with all buffers free and no published version."""
         self._state = state
         self._published: asyncio.Queue[Publication] = asyncio.Queue(maxsize=NUM_SLOTS)
+        """The publications that were not delivered to the engines yet."""
         self._free_slots = set(range(NUM_SLOTS))
         """The buffers that no engine reads and that are not reserved."""
         self._committed_slot: int | None = None
@@ -56,6 +57,7 @@ class SyncLoop:
         self._late_engine_skipped = False
         """Whether a late engine waits for the next version, because the newest could not be sent to it."""
         self._slot_freed = Signal()
+        """A signal that is sent when a buffer becomes free."""
         self.earlier_checksums: dict[int, str] = {}
         """The hashes of the weights that an earlier life of the run committed, by version. A version that is made again
         is compared with its hash."""
@@ -105,7 +107,7 @@ class SyncLoop:
         checksum = version_checksum(update)
         self._compare_with_earlier_life(version, checksum)
         state.flow.record_version_committed(version, checksum)
-        state.board.progress()
+        state.board.record_progress()
 
     async def _next_publication(self) -> Publication | None:
         """Wait for the next publication and return it; return ``None`` if an engine that lacks the newest version joins
@@ -133,26 +135,26 @@ class SyncLoop:
             return await self._resend(publication, error)
 
     async def _resend(
-        self, publication: Publication, why: WeightsError, before: WeightUpdate | None = None
+        self, publication: Publication, error: WeightsError, staged: WeightUpdate | None = None
     ) -> WeightUpdate:
-        """Let the learner send the full weights of the version again to the engines that lack it, and return the new
-        update. ``why`` is the error that makes this necessary. ``before`` is the update that other engines have staged;
-        if the version still cannot be sent, the engines that lack it are dropped and ``before`` is returned. Raises the
-        last error after :data:`MAX_SENDS` failures, or the first error if there is only one engine."""
+        """Let the learner send the full weights of ``publication`` again to the engines that lack them, and return the
+        new update. ``error`` makes this necessary. ``staged`` is the update that other engines have staged; if the
+        version still cannot be sent, the engines that lack it are dropped and ``staged`` is returned. Raises the last
+        error after :data:`MAX_SENDS` failures, or the first error if there is only one engine."""
         engine_set = self._state.parts.engine_set
         for num_left in reversed(range(MAX_SENDS)):
-            self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
+            self._state.warn(f"weights sent again, whole: {error.problem}", kind="weights sent again")
             if engine_set is not None:
                 await engine_set.wait_for_any()
             try:
                 with self._state.board.waiting("sync", f"version {publication.version}, sent again", on="learner"):
                     return await self._state.parts.learner.resend(publication)
-            except WeightsError as error:
-                if before is not None and self._drop_lagging(publication.version, error):
-                    return before
+            except WeightsError as next_error:
+                if staged is not None and self._drop_lagging(publication.version, next_error):
+                    return staged
                 if engine_set is None or not num_left:
                     raise
-                why = error
+                error = next_error
             await asyncio.sleep(RESEND_DELAY_S)
         raise AssertionError("the last error is raised")
 
@@ -174,7 +176,8 @@ class SyncLoop:
     async def _stage_and_commit_everywhere(
         self, publication: Publication, update: WeightUpdate, *, sent_again: bool = False
     ) -> tuple[WeightUpdate, SwapReport]:
-        """Stage and commit an update on all engines. Return the update that was used, and the report on the commit.
+        """Stage and commit ``update``, the update of ``publication``, on all engines. Return the update that was used,
+        and the report on the commit.
 
         If an engine cannot apply the update, the full weights are sent again. An engine that cannot apply these either
         (``sent_again`` says that they were sent already) is dropped from this version, if other engines can apply it.
@@ -185,18 +188,19 @@ class SyncLoop:
             try:
                 return update, await self._stage_and_commit(update)
             except NeedsFull as refusal:
-                why = refusal
-            if sent_again and self._drop_lagging(publication.version, why):
+                error = refusal
+            if sent_again and self._drop_lagging(publication.version, error):
                 continue
             if tries == MAX_SENDS:
-                raise why
-            update, sent_again, tries = await self._resend(publication, why, update), True, tries + 1
+                raise error
+            update, sent_again, tries = await self._resend(publication, error, update), True, tries + 1
 
-    def _drop_lagging(self, version: int, why: WeightsError) -> bool:
-        """Let the engines that have staged ``version`` continue without the engines that have not. Return whether this
-        was possible; false if no engine has staged the version, or if there is only one engine."""
+    def _drop_lagging(self, version: int, error: WeightsError) -> bool:
+        """Let the engines that have staged ``version`` continue without the engines that have not, because of
+        ``error``. Return whether this was possible; false if no engine has staged the version, or if there is only one
+        engine."""
         engine_set = self._state.parts.engine_set
-        return engine_set is not None and engine_set.drop_lagging(version, why.problem)
+        return engine_set is not None and engine_set.drop_lagging(version, error.problem)
 
     async def _stage_and_commit(self, update: WeightUpdate) -> SwapReport:
         """Stage an update on the engines and commit it, without retries, and return the report on the commit."""

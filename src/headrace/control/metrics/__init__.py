@@ -43,8 +43,8 @@ cpu/{part}, cpu_*, disk_free_bytes), and what the learner reports of its step, l
     warnings, status, stopped_by, cause, run_dir         the controller
     verdict, versions_agree                              the session: its accountant, and a replay's comparison
 
-To add a sum to ``metrics.jsonl``, call ``state.metrics.count("name", by)`` where the event happens, and add a row for
-``name`` in :mod:`headrace.base.types.metrics`. A metric of a batch is computed in
+To add a sum to ``metrics.jsonl``, call ``state.metrics.count("name", amount)`` where the event happens, and add a row
+for ``name`` in :mod:`headrace.base.types.metrics`. A metric of a batch is computed in
 :mod:`~headrace.control.metrics.batch`, and an entry of the summary is a field in
 :mod:`~headrace.control.metrics.summary`.
 """

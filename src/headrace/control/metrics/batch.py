@@ -20,12 +20,12 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import IntColumn
 from headrace.flow.filters import comparable_rewards, get_rewards
 
-MOST_LABELS = 32
-"""Greatest number of environments, and of agents, with separate metrics; all further ones are combined as ``other``."""
+MAX_LABELS = 32
+"""Maximum number of environments, and of agents, with separate metrics; all further ones are combined as ``other``."""
 NUM_READ = 8
 """Number of episodes of a batch that are searched for repetitions."""
-MOST_READ = 4096
-"""Greatest number of tokens that are searched in each of these episodes. They are the last tokens, where an answer that
+MAX_READ_TOKENS = 4096
+"""Maximum number of tokens that are searched in each of these episodes. They are the last tokens, where an answer that
 does not end repeats itself."""
 GRAM = 4
 """Number of tokens in an n-gram."""
@@ -68,7 +68,7 @@ class BatchStats:
     """Number of trained episodes in each group."""
     ends_s: list[float] = field(default_factory=list)
     """The time at which each episode of the groups ended, trained or not, in seconds on the clock. Episodes that ended
-    in an earlier life of the run are left out."""
+    in an earlier life of the run are not included."""
     equal: list[bool] = field(default_factory=list)
     """For each group of several episodes, whether all rewards that are compared with each other are equal."""
     truncated: int = 0
@@ -180,7 +180,7 @@ def _columns_by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColu
 
 
 def _distribution_metrics(columns: EpisodeColumns) -> dict[str, float]:
-    """Return quantiles of rewards and lengths, and the mean and greatest number of turns, over all episodes of
+    """Return quantiles of rewards and lengths, and the mean and maximum number of turns, over all episodes of
     ``columns``, by the name of the metric."""
     rewards, lengths = sorted(columns.rewards), sorted(columns.lengths)
     metrics = {
@@ -195,16 +195,16 @@ def _distribution_metrics(columns: EpisodeColumns) -> dict[str, float]:
     return metrics
 
 
-def _labelled_metrics(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
-    """Return metrics for each label (an environment or an agent) under names like ``env/maths/reward_mean``. ``of`` is
-    the first part of the names, and ``columns`` are the columns of episodes by label. Only the :data:`MOST_LABELS` most
-    frequent labels have separate metrics; the others are combined as ``other``."""
+def _labelled_metrics(prefix: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
+    """Return metrics for each label (an environment or an agent) under names like ``env/maths/reward_mean``. ``prefix``
+    is the first part of the names, and ``columns`` are the columns of episodes by label. Only the :data:`MAX_LABELS`
+    most frequent labels have separate metrics; the others are combined as ``other``."""
     merged: dict[str, EpisodeColumns] = {}
     for rank, (name, each) in enumerate(sorted(columns.items(), key=lambda item: -len(item[1].lengths))):
-        merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", EpisodeColumns()).add(each)
+        merged.setdefault(as_label(name) if rank < MAX_LABELS else "other", EpisodeColumns()).add(each)
     metrics: dict[str, float] = {}
     for label, stats in merged.items():
-        name = f"{of}/{label}"
+        name = f"{prefix}/{label}"
         metrics[f"{name}/episodes"] = float(len(stats.lengths))
         metrics[f"{name}/length_mean"] = statistics.fmean(stats.lengths)
         metrics |= {f"{name}/{key}": value for key, value in _distribution_metrics(stats).items() if key != "turns_max"}
@@ -230,7 +230,7 @@ def _repeated_frac(episode: EpisodeGraph) -> float | None:
     """Return the fraction of repeated 4-grams at the end of the longest sampled turn of an episode; ``None`` if every
     turn is too short."""
     sampled = [turn.tokens.ids_T for turn in own_turns(episode) if len(turn.tokens.ids_T) > GRAM]
-    return repetition(max(sampled, key=len)[-MOST_READ:]) if sampled else None
+    return repetition(max(sampled, key=len)[-MAX_READ_TOKENS:]) if sampled else None
 
 
 def repetition(ids_T: IntColumn) -> float | None:
@@ -242,7 +242,7 @@ def repetition(ids_T: IntColumn) -> float | None:
     (0.0, 0.95)
     """
     ids = ids_T.tolist()
-    grams = list(zip(*(ids[place:] for place in range(GRAM)), strict=False))
+    grams = list(zip(*(ids[start:] for start in range(GRAM)), strict=False))
     return 1.0 - len(set(grams)) / len(grams) if len(grams) > 1 else None
 
 

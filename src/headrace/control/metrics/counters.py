@@ -36,7 +36,7 @@ class RunTotals:
     rewards: list[float | None] = field(default_factory=list)
     """Mean reward of every step; ``None`` for a step without rewards."""
     set_aside: Counter[str] = field(default_factory=Counter)
-    """Number of episodes that were left out of groups or masked, by reason."""
+    """Number of episodes that were excluded from their groups or masked, by reason."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Number of sampled tokens of trained groups that carried no loss, by reason."""
     wasted_tokens: Counter[str] = field(default_factory=Counter)
@@ -46,11 +46,11 @@ class RunTotals:
     recoveries: list[Recovery] = field(default_factory=list)
     """The latest recoveries of parts that had died."""
     mismatch_kl: float | None = None
-    """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
+    """KL(μ‖π) between engine and learner at equal weights; ``None`` if it was not measured."""
     mismatch_abs: float | None = None
-    """Mean |log μ − log π| of the same tokens; ``None`` where it was not measured."""
+    """Mean |log μ − log π| of the same tokens; ``None`` if it was not measured."""
     mismatch_abs_most: float | None = None
-    """The greatest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` if no
     step had such tokens."""
     evals: dict[int, float] = field(default_factory=dict)
     """Mean held-out reward by the version that was committed when the evaluation began."""
@@ -101,7 +101,7 @@ class CounterSnapshot:
 
 
 class Attempts:
-    """A record of the episodes that have ended since the last call of :meth:`spans`, for the trace, and of the
+    """A record of the episodes that have ended since the last call of :meth:`pop_spans`, for the trace, and of the
     environment of each group in flight, for the metrics.
 
     Thousands of episodes end each second, so their spans are created together.
@@ -113,28 +113,28 @@ class Attempts:
         self._envs: dict[int, str] = {}
         """The environment of each group whose task names one, by group number."""
         self._ended: list[tuple[EpisodeKey, float, float]] = []
-        """The keys of the episodes for which :meth:`spans` has not returned a span, each with the start and the end of
-        its episode in seconds on the clock."""
+        """The keys of the episodes for which :meth:`pop_spans` has not returned a span, each with the start and the end
+        of its episode in seconds on the clock."""
 
     def begin(self, number: int, row: Mapping[str, Any]) -> None:
         """Record that the group ``number`` starts. ``row`` is the dataset row of its task."""
-        named = row.get(self._env_column)
-        if named is not None:
-            self._envs[number] = as_label(str(named))
+        env = row.get(self._env_column)
+        if env is not None:
+            self._envs[number] = as_label(str(env))
 
     def end(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
         """Record that ``episode`` has ended. It ran from ``start_s`` to ``end_s``, in seconds on the clock."""
         episode.ended_s = end_s
         self._ended.append((episode.key, start_s, end_s))
 
-    def spans(self) -> list[Span]:
+    def pop_spans(self) -> list[Span]:
         """Return one span of the trace for each episode that has ended since the last call."""
         ended, self._ended = self._ended, []
         return [
             Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=key) for key, start_s, end_s in ended
         ]
 
-    def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:
+    def pop_envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:
         """Return the environment of each group of a batch, empty for a task that names no environment. ``numbers`` are
         the groups of the batch. Then remove the environments of all groups that are not in ``alive``, the numbers of
         the groups in flight."""

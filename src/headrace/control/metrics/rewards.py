@@ -15,7 +15,7 @@ import msgspec
 
 from headrace.base.errors import EnvError
 from headrace.base.types.metrics import as_label
-from headrace.rollout.runner import remedy_of
+from headrace.rollout.runner import find_remedy
 from headrace.rollout.scoring import Graded
 
 
@@ -39,7 +39,7 @@ class RewardFailures(msgspec.Struct, kw_only=True):
 class RewardCounts:
     """Counters of the failures and the logged values of the reward's components, updated for each answer."""
 
-    most: int = 0
+    max_failing_calls: int = 0
     """Number of calls after which a component that has failed in every call ends the run; 0: it never does."""
     components: dict[str, RewardFailures] = field(default_factory=dict)
     """The counts of every component that was called, by name."""
@@ -53,7 +53,7 @@ class RewardCounts:
         failure that does not make the episode fail.
 
         Raises :class:`~headrace.base.errors.EnvError` for an optional component that has failed in each of its first
-        ``most`` calls or more, because the model would be trained on the component's default value alone.
+        ``max_failing_calls`` calls or more, because the model would be trained on the component's default value alone.
         """
         for name, values in graded.metrics.items():
             self._add_metric(name, values, warn)
@@ -70,23 +70,27 @@ class RewardCounts:
                         f"the reward {label!r} failed and counts as its default: {failure}",
                         f"{label} fails: {reason_and_error}",
                     )
-            if graded.reward is not None and self.most and counts.failed == counts.calls >= self.most:
+            if (
+                graded.reward is not None
+                and self.max_failing_calls
+                and counts.failed == counts.calls >= self.max_failing_calls
+            ):
                 raise EnvError(
                     f"the reward {label!r} has failed for each of the first {counts.calls} answers, and counts as its "
                     f"default: the model would be trained on that alone; the first failure: {counts.first_cause}",
-                    remedy=f"{remedy_of(counts.first_cause)}, or take the component out; then --resume",
+                    remedy=f"{find_remedy(counts.first_cause)}, or take the component out; then --resume",
                 )
 
     def _add_metric(self, name: str, values: tuple[float, ...], warn: Callable[[str, str], None]) -> None:
-        """Add ``values``, which a reward function logged under ``name``. Values that are not finite are left out, and
+        """Add ``values``, which a reward function logged under ``name``. Values that are not finite are skipped, and
         ``warn`` is called with a text and a kind of warning."""
         finite = [value for value in values if math.isfinite(value)]
         if len(finite) < len(values):
-            words = f"a reward gave log_metric({name!r}) a value that is not finite, which counts in no mean"
-            warn(words, words)
+            text = f"a reward gave log_metric({name!r}) a value that is not finite, which counts in no mean"
+            warn(text, text)
         self._logged.setdefault(f"logged/{as_label(name)}", []).extend(finite)
 
-    def metrics(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Return the metrics since the previous call, by name: the fraction of failed calls of each component, and the
         mean of each logged value. Then reset these counts. It is called for the record of each step."""
         failures, self._recent_failures = self._recent_failures, {}
@@ -94,6 +98,6 @@ class RewardCounts:
         shares = {f"reward_failed/{as_label(label)}": sum(failed) / len(failed) for label, failed in failures.items()}
         return shares | {name: sum(values) / len(values) for name, values in logged.items() if values}
 
-    def failing(self) -> Mapping[str, RewardFailures]:
+    def get_failing(self) -> Mapping[str, RewardFailures]:
         """Return the components that have failed at least once, with their counts, by name."""
         return {label: counts for label, counts in self.components.items() if counts.failed}

@@ -35,7 +35,7 @@ from headrace.control.metrics.batch import (
 )
 from headrace.control.metrics.counters import Attempts, CounterSnapshot, RunTotals, SinceStep
 from headrace.control.metrics.rewards import RewardCounts
-from headrace.control.metrics.summary import CommitGap, Summary, ledger_summary
+from headrace.control.metrics.summary import CommitGap, Summary, make_ledger_summary
 from headrace.control.parts import Components
 from headrace.flow import Flow
 from headrace.flow.ledger.base import Conservation
@@ -45,7 +45,7 @@ from headrace.rollout.scoring import Graded
 WINDOW_S = 10.0
 """Seconds over which live throughputs are averaged."""
 MAX_RECOVERIES = 100
-"""Greatest number of recoveries in the summary; older ones are removed."""
+"""Maximum number of recoveries in the summary; older ones are removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class StepDone:
 
 
 class RunMetrics:
-    """The metrics of one life of a run. The loops call a method for each event; further methods create the reports."""
+    """The metrics of one life of a run. The loops call a method for each event; other methods create the reports."""
 
     def __init__(self, parts: Components, flow: Flow, *, num_steps: int, env_column: str) -> None:
         """Create the counters. ``parts`` are the components of the run and ``flow`` is its flow, from which counters
@@ -89,8 +89,10 @@ class RunMetrics:
         """The counters at the end of the last step, or when training began."""
         self.totals = RunTotals()
         self.since = SinceStep()
+        """The counts since the last step."""
         self.attempts = Attempts(env_column)
-        self.rewards = RewardCounts(most=flow.config.groups_per_step * flow.config.group_size)
+        """The ended episodes for the trace, and the environments of running groups."""
+        self.rewards = RewardCounts(max_failing_calls=flow.config.groups_per_step * flow.config.group_size)
         """Failures and logged values of the components of the reward."""
         self.num_engines: int | None = None
         """The number of engines that are ready, as last looked at; ``None`` before."""
@@ -139,10 +141,10 @@ class RunMetrics:
         """Record that a part of the run that had died is available again."""
         self.totals.recoveries = [*self.totals.recoveries, recovery][-MAX_RECOVERIES:]
 
-    def count(self, name: str, by: float) -> None:
-        """Add ``by`` to the metric ``name`` of the next step's record, which is a sum. ``name`` must have a row in the
-        registry of metrics."""
-        self.since.sums[name] = self.since.sums.get(name, 0.0) + by
+    def count(self, name: str, amount: float) -> None:
+        """Add ``amount`` to the metric ``name`` of the next step's record, which is a sum. ``name`` must have a row in
+        the registry of metrics."""
+        self.since.sums[name] = self.since.sums.get(name, 0.0) + amount
 
     # -- events: rollout and scoring ---------------------------------------------------------------------------------
 
@@ -173,14 +175,14 @@ class RunMetrics:
         if episode.status is EpisodeStatus.LEFT_OUT:
             self.totals.set_aside[episode.cause] += 1
         if episode.status.untrained:
-            self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
+            self.totals.wasted_tokens[extract_reason(episode.cause)] += sampled_length(episode)
         if episode.reward is not None:
             self.since.rewards.append(episode.reward)
 
     def episode_set_aside(self, episode: EpisodeGraph) -> None:
-        """Count an episode of a kept group that a filter left out or masked."""
+        """Count an episode of a kept group that a filter excluded or masked."""
         self.totals.set_aside[episode.cause] += 1
-        self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
+        self.totals.wasted_tokens[extract_reason(episode.cause)] += sampled_length(episode)
 
     def group_dropped(self, reason: str, episodes: Iterable[EpisodeGraph]) -> None:
         """Count the sampled tokens of a group that is dropped for ``reason`` as wasted. Episodes that are untrained for
@@ -217,7 +219,7 @@ class RunMetrics:
         totals.learner_busy_s += report.seconds + done.copied_s
         if "mismatch_abs" in report.metrics:
             totals.mismatch_abs_most = max(totals.mismatch_abs_most or 0.0, report.metrics["mismatch_abs"])
-        record = self._record(done)
+        record = self._make_record(done)
         totals.rewards.append(record.reward_mean)
         if totals.reward_first is None:
             totals.reward_first = record.reward_mean
@@ -225,13 +227,13 @@ class RunMetrics:
 
     # -- report: a line of metrics.jsonl -----------------------------------------------------------------------------
 
-    def _record(self, done: StepDone) -> StepRecord:
+    def _make_record(self, done: StepDone) -> StepRecord:
         """Return the record of a finished step, and reset the counts since the last step."""
         report, totals, stats = done.report, self.totals, done.stats
         since, self.since = self.since, SinceStep()
         rewards = stats.columns.rewards
-        envs = self.attempts.envs((group.number for group in done.groups), alive=self._flow.state.groups)
-        of_episodes = episode_metrics(stats, envs)
+        envs = self.attempts.pop_envs((group.number for group in done.groups), alive=self._flow.state.groups)
+        metrics_of_episodes = episode_metrics(stats, envs)
         return StepRecord(
             step=report.step,
             version=report.step + 1,
@@ -245,7 +247,7 @@ class RunMetrics:
             reward_max=max(rewards, default=None),
             eval_accuracy=None if since.eval_version is None else totals.evals[since.eval_version],
             eval_version=since.eval_version,
-            length_mean=of_episodes.pop("length_mean", None),
+            length_mean=metrics_of_episodes.pop("length_mean", None),
             metrics={
                 **report.metrics,
                 **age_metrics(done.ages),
@@ -253,8 +255,8 @@ class RunMetrics:
                 **self._tuned_limits(),
                 **since.sums,
                 **reward_part_means(stats),
-                **self.rewards.metrics(),
-                **of_episodes,
+                **self.rewards.pop_metrics(),
+                **metrics_of_episodes,
                 **group_metrics(stats),
                 **self._part_metrics(len(stats.episodes)),
                 **_submitted_length_metrics(since.lengths),
@@ -371,8 +373,8 @@ class RunMetrics:
         ended; 0 before the first rollout."""
         if self._at_start is None:
             return 0.0
-        until_s = self._parts.clock.now() if self._at_end is None else self._at_end.clock_s
-        return until_s - self._at_start.clock_s
+        end_s = self._parts.clock.now() if self._at_end is None else self._at_end.clock_s
+        return end_s - self._at_start.clock_s
 
     @property
     def _queue(self) -> QueueCounts:
@@ -432,7 +434,7 @@ class RunMetrics:
 
     def summary(
         self,
-        books: Conservation,
+        conservation: Conservation,
         *,
         status: str,
         cause: str,
@@ -440,10 +442,10 @@ class RunMetrics:
         eval_after: float | None,
         warnings: Sequence[str],
     ) -> Summary:
-        """Return the summary of this life of the run. ``books`` are the ledger's counts; ``status`` is ``finished``,
-        ``stopped`` or ``failed``; ``cause`` is the reason why the run failed or finished early; ``stopped_by`` is the
-        signal that stopped it; ``eval_after`` is the held-out mean reward after training, ``None`` if it was not
-        measured."""
+        """Return the summary of this life of the run. ``conservation`` are the ledger's counts; ``status`` is
+        ``finished``, ``stopped`` or ``failed``; ``cause`` is the reason why the run failed or finished early;
+        ``stopped_by`` is the signal that stopped it; ``eval_after`` is the held-out mean reward after training,
+        ``None`` if it was not measured."""
         totals = self.totals
         gaps_ms = np.array(totals.commit_gaps_s or [0.0]) * 1e3
         return Summary(
@@ -462,9 +464,9 @@ class RunMetrics:
             mismatch_kl=totals.mismatch_kl,
             mismatch_abs=totals.mismatch_abs,
             mismatch_abs_most=totals.mismatch_abs_most,
-            ledger=ledger_summary(books),
+            ledger=make_ledger_summary(conservation),
             versions=[totals.versions[0], totals.versions[-1]] if totals.versions else [],
-            reward_failures=dict(self.rewards.failing()),
+            reward_failures=dict(self.rewards.get_failing()),
             warnings=list(warnings),
             recoveries=[str(recovery) for recovery in totals.recoveries],
             verdict="",
@@ -473,11 +475,11 @@ class RunMetrics:
         )
 
 
-def reason_of(cause: str) -> str:
+def extract_reason(cause: str) -> str:
     """Return the reason at the beginning of ``cause``, the cause of an untrained episode, without the details after the
     colon.
 
-    >>> reason_of("env_timeout: it was not over after 20 s")
+    >>> extract_reason("env_timeout: it was not over after 20 s")
     'env_timeout'
     """
     return cause.partition(":")[0]

@@ -80,7 +80,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sequences_restarted: int
     """Number of sequences that restarted because of a weight update."""
     max_token_age: int
-    """Greatest age at which a token was trained, in versions."""
+    """Maximum age at which a token was trained, in versions."""
     age_histogram: dict[int, int]
     """Number of trained tokens by age, in this life."""
     mismatch_kl: float | None
@@ -89,7 +89,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_abs: float | None
     """Mean |log μ − log π| of the same tokens; ``None`` if it was not measured."""
     mismatch_abs_most: float | None = None
-    """The greatest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` where no
+    """The largest mean |log μ − log π| of any step, over tokens that the step's own version sampled; ``None`` if no
     step had such tokens."""
     versions_agree: int | None = None
     """For a replay, the number of committed versions, whose weights are all equal to the recorded run's, bit for bit;
@@ -114,15 +114,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The run's directory."""
 
 
-def ledger_summary(books: Conservation) -> LedgerSummary:
+def make_ledger_summary(conservation: Conservation) -> LedgerSummary:
     """Return the conservation counts of the ledger as the record that ``summary.json`` contains."""
     return LedgerSummary(
-        groups=_unit_fates(books.groups), episodes=_unit_fates(books.episodes), tokens=_unit_fates(books.tokens)
+        groups=_make_fates(conservation.groups),
+        episodes=_make_fates(conservation.episodes),
+        tokens=_make_fates(conservation.tokens),
     )
 
 
-def _unit_fates(fates: UnitCounts) -> UnitFates:
+def _make_fates(counts: UnitCounts) -> UnitFates:
     """Return the counts of one kind of unit as the record that ``summary.json`` contains."""
     return UnitFates(
-        submitted=fates.submitted, trained=fates.trained, dropped=dict(fates.dropped), in_flight=fates.in_flight
+        submitted=counts.submitted, trained=counts.trained, dropped=dict(counts.dropped), in_flight=counts.in_flight
     )

@@ -44,7 +44,7 @@ from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions
 from headrace.engine.base import OnSiblingChunks, SiblingRequest
 from headrace.launch.channel import OrdersEnd
-from headrace.launch.clients.peer import Peer, error_of
+from headrace.launch.clients.peer import Peer, make_error
 from headrace.launch.clients.streams import RequestStream, SiblingArrivals, SiblingStream
 
 A = TypeVar("A")
@@ -81,11 +81,16 @@ class EngineClient(Peer):
         self._deadline_s = deadline_s
         self._max_requests = max_requests
         self._committing: set[int] = set()
+        """The versions whose commit was ordered and is not answered."""
         self._request_ids = itertools.count(first_request)
+        """The numbers of the requests that will be sent."""
         self._answers_to = answers_to
         self._streams: dict[int, RequestStream | SiblingStream] = {}
+        """The stream of each running request, by its number."""
         self._unsent: list[GenerateRequest] = []
+        """The requests that are sent at the end of this iteration of the event loop."""
         self._stats = EngineStats()
+        """The latest counters that the engine has sent."""
         self._stage_outcome: StageOutcome | None = None
         """The outcome of staging the newest version that the learner has announced to the engine."""
         self._committed: Committed | None = None
@@ -93,6 +98,7 @@ class EngineClient(Peer):
         self._announced_reports: dict[tuple[int, type], asyncio.Future[Any]] = {}
         """The futures of reports about announced versions, by version and message type."""
         self._closed: ComponentDied | None = None
+        """The error with which this client has ended; ``None`` while it can be used."""
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
@@ -164,13 +170,14 @@ class EngineClient(Peer):
         call = self.next_call()
         reply = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
-        return (await self._answer(reply, self._staging(update.version))).seconds
+        return (await self._answer(reply, self._describe_staging(update.version))).seconds
 
-    async def _answer(self, future: asyncio.Future[A], what: str) -> A:
-        """Wait for an answer of the engine as :meth:`Peer.answer` does, with the deadline of this client."""
-        return await self.answer(future, what, self._deadline_s, setting=self.deadline_setting)
+    async def _answer(self, future: asyncio.Future[A], operation: str) -> A:
+        """Wait for ``future``, an answer of the engine, as :meth:`Peer.answer` does, with the deadline of this client.
+        ``operation`` names the order in an error."""
+        return await self.answer(future, operation, self._deadline_s, setting=self.deadline_setting)
 
-    def _staging(self, version: int) -> str:
+    def _describe_staging(self, version: int) -> str:
         """Return the name, for an error message, of the operation by which the engine stages ``version``. In a run, it
         shows that the learner has done its part."""
         return f"stage version {version}" + (", which the learner has published" if self.in_run else "")
@@ -180,17 +187,18 @@ class EngineClient(Peer):
         that this took. Raises the error with which the engine refused the version."""
         outcome = self._stage_outcome
         if outcome is None or outcome.version != version:
-            outcome = await self._wait_for_report(StageOutcome, self._staging(version), version)
+            outcome = await self._wait_for_report(StageOutcome, self._describe_staging(version), version)
         if outcome.failure is not None:
-            raise error_of(outcome.failure)
+            raise make_error(outcome.failure)
         return outcome.seconds
 
-    async def _wait_for_report(self, kind: type[R], what: str, version: int) -> R:
+    async def _wait_for_report(self, kind: type[R], operation: str, version: int) -> R:
         """Wait for the report of type ``kind`` about ``version``, which the engine sends without an order from the
-        controller, and return it. ``what`` names the operation in the error if the report does not arrive in time."""
+        controller, and return it. ``operation`` names the operation in the error if the report does not arrive in
+        time."""
         future = self._announced_reports[version, kind] = self.expect(self.next_call(), kind)
         try:
-            return await self._answer(future, what)
+            return await self._answer(future, operation)
         finally:
             del self._announced_reports[version, kind]
 
@@ -206,8 +214,8 @@ class EngineClient(Peer):
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         """Order the engine to commit a staged version, and return the engine's report. If the engine commits the
-        version without an order, only wait for the report. Raises :class:`~headrace.base.errors.WeightsError` while an
-        earlier commit of this version is running."""
+        version without an order, only wait for the report. ``mode`` says how running sequences continue. Raises
+        :class:`~headrace.base.errors.WeightsError` while an earlier commit of this version is running."""
         self._refuse_closed()
         if version in self._committing:
             raise WeightsError(
@@ -230,7 +238,7 @@ class EngineClient(Peer):
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprob of each of ``tokens`` under the current weights of the engine, given the tokens before it.
-        The value of the first token is 0."""
+        The value of the first token is 0. The engine divides its logits by ``temperature``."""
         self._refuse_closed()
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
@@ -240,7 +248,7 @@ class EngineClient(Peer):
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprob of each of ``tokens`` and, for each position, the ``num`` most likely vocabulary entries
         with their logprobs. The values of the first token are 0. ``below`` restricts the entries to ids less than it; 0
-        means no restriction."""
+        means no restriction. The engine divides its logits by ``temperature``."""
         self._refuse_closed()
         call = self.next_call()
         reply = self.expect(call, ScoresReply)
@@ -289,12 +297,12 @@ class EngineClient(Peer):
         )
         super().close()
 
-    def end(self, why: ComponentDied) -> None:
-        """Make all waiting calls and streams, and every later call, fail with ``why``. Only the first call of this
+    def end(self, death: ComponentDied) -> None:
+        """Make all waiting calls and streams, and every later call, fail with ``death``. Only the first call of this
         method has an effect."""
         if self._closed is not None:
             return
-        self._closed = why
+        self._closed = death
         for stream in self._streams.values():
             stream.fail(self._closed)
         for answer in list(self._expected.values()):

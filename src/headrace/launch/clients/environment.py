@@ -43,7 +43,7 @@ from headrace.launch.clients.pool import (
     WorkerGroup,
     WorkerPool,
     WorkerProcess,
-    start_in,
+    create_task_if_open,
 )
 from headrace.launch.clients.suspects import ByHalves
 from headrace.launch.endpoints import EpisodeEndpoint
@@ -85,7 +85,7 @@ class EpisodeCall(PoolCall):
             remedy = "wait for their answers"
             peer.send(AnswerRefused(ask=query.ask, reason="env_error", spent=False, problem=problem, remedy=remedy))
             return
-        if task := start_in(self.tasks, self._answer(peer, query)):
+        if task := create_task_if_open(self.tasks, self._answer(peer, query)):
             self.answers.add(task)
             task.add_done_callback(self.answers.discard)
 
@@ -181,7 +181,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
     """The pool of environment workers, which implements the :class:`~headrace.rollout.environments.Environment`
     contract. With ``listening``, programs that an episode starts can reach the model over HTTP."""
 
-    asks_prompt = False
+    begins_with_prompt = False
     worker_name = "environment worker"
     lost_calls = "its {num} episodes begin again"
     slow_start = "is the file of env.entry slow to import?"
@@ -200,6 +200,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         self._config = config
         self._listening = listening
         self._endpoint: EpisodeEndpoint | None = None
+        """The endpoint at which programs reach their episodes; ``None`` if there is none, or before :meth:`keep`."""
         self._origins: dict[int, EnvironmentWorker] = {}
         """The workers that have run the latest episodes that may have branches, by the seed of the episode."""
 
@@ -227,7 +228,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             attempt_kind=episode.attempt_kind,
         )
         call = EpisodeCall(order=order, episode=episode)
-        report = await self.make(call)
+        report = await self.execute(call)
         if isinstance(report, CallLoss):
             raise EpisodeError(
                 f"the process that ran it died, alone too: {call.cause}",
@@ -261,7 +262,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         world; ``None`` for other episodes."""
         return self._origins.get(call.order.seed) if call.order.attempt_kind is AttemptKind.BRANCH else None
 
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
         """Return the worker for ``process``, a new process on the machine of ``group``. From now on, the worker handles
         the messages of the process."""
         worker = EnvironmentWorker(process, group)
@@ -270,10 +271,10 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         return worker
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
-        """Run an episode in ``worker`` as call ``number``. If an earlier worker has started it, it starts from the
-        beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an endpoint,
-        the episode has its own session there, and the report of a failure contains the last request that the endpoint
-        refused."""
+        """Run the episode of ``call`` in ``worker`` as call ``number``. If an earlier worker has started it, it starts
+        from the beginning. Return the worker's report of its end, or the reason why it was lost. If the pool has an
+        endpoint, the episode has its own session there, and the report of a failure contains the last request that the
+        endpoint refused."""
         if call.started:
             call.episode.restart()
         call.started = worker.served = True
@@ -294,27 +295,28 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
     async def _run_in_worker(
         self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
     ) -> EpisodeDone | CallLoss:
-        """Send ``order`` to ``worker`` and answer the episode's queries until the episode has ended or is lost. Return
-        the report of its end, or the reason why it was lost. If this call is cancelled, the worker ends the episode in
-        the background. Raises :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event
-        loop, or if the data row of its task cannot be encoded."""
-        if worker.left.is_set():  # the worker was retired while the session was opened
+        """Send ``order``, which starts the episode of ``call``, to ``worker`` as call ``number``, and answer the
+        episode's queries until the episode has ended or is lost. Return the report of its end, or the reason why it was
+        lost. If this call is cancelled, the worker ends the episode in the background. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the episode has blocked the worker's event loop, or if the data
+        row of its task cannot be encoded."""
+        if worker.slot_freed.is_set():  # the worker was retired while the session was opened
             return CallLoss.INNOCENT
         peer = worker.process.peer
         done = peer.expect(number, EpisodeDone)
         try:
             peer.send(msgspec.structs.replace(order, call=number))
             async with asyncio.TaskGroup() as call.tasks:
-                ended = await done
+                report = await done
                 call.end()
-            return ended
+            return report
         except asyncio.CancelledError:
             if not done.cancelled() or being_cancelled():
-                self.in_background(self._end_cancelled(worker, number))
+                self.run_in_background(self._end_cancelled(worker, number))
                 raise
         except BaseExceptionGroup as errors:
             # the answers have failed with errors of the engine, and the episode is not the cause
-            self.in_background(self._end_cancelled(worker, number))
+            self.run_in_background(self._end_cancelled(worker, number))
             raise errors.exceptions[0] from None
         except ENCODING_ERRORS as error:
             raise EpisodeError(f"the row cannot travel: {error!a}", remedy="keep plain data in the rows") from None

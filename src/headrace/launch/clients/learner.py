@@ -78,8 +78,11 @@ class LearnerClient(RankClient):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._parts = PartCollector(Divided)
+        """The parts of answers that are not complete."""
         self._publishing: dict[int, asyncio.Future[Published]] = {}
+        """For each version that is being published, the future of the report."""
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
+        """For each checkpoint that is being written, the future of the report, by its directory."""
         self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Returns the addresses to which weights are sent; empty for transports with which engines fetch weights."""
         self.addresses_without: Callable[[int], tuple[str, ...]] = lambda _: ()
@@ -156,8 +159,8 @@ class LearnerClient(RankClient):
         Return the update with which engines stage the version."""
         version = publication.version
         reply = self._publishing.pop(version)
-        what, setting = f"publish version {version}", "sync.deadline_s"
-        return (await self.answer(reply, what, self._deadline_s, setting=setting)).update
+        operation, setting = f"publish version {version}", "sync.deadline_s"
+        return (await self.answer(reply, operation, self._deadline_s, setting=setting)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Order the learner to send a version again to the engines that lack it, as complete weights instead of a

@@ -43,7 +43,9 @@ class Peer:
         self._token = token
         self._on_spans = on_spans
         self._num_calls = 0
+        """The number of orders so far, which is also the number of the next order."""
         self._expected: dict[tuple[int, type], asyncio.Future[Any]] = {}
+        """The futures of the expected answers, by the number of the order and the type of the answer."""
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
         """The future of the message in which the process says that it is ready."""
         self.reported_error: HeadraceError | None = None
@@ -51,7 +53,8 @@ class Peer:
         self.reported = asyncio.Event()
         """Set when :attr:`reported_error` is set."""
         self.halted = ""
-        """What has halted the process, such as ``is stopped (SIGSTOP)``; empty if it is not known to be halted."""
+        """Why the operating system does not run the process, in words such as ``is stopped (SIGSTOP)``; empty if it
+        runs, as far as is known."""
         self.waits_while_halted = True
         """Whether the deadline of an answer is suspended while the process is stopped. It is not suspended for an
         engine among several, because such an engine is replaced."""
@@ -60,7 +63,7 @@ class Peer:
         self.clock_ahead_s = 0.0
         """Seconds by which the monotonic clock of the process's machine is ahead of the clock of this machine."""
 
-    def fact(self, name: str) -> str:
+    def get_fact(self, name: str) -> str:
         """Return the fact ``name`` that the process has reported about itself when it became ready; empty if it is not
         ready, or has not reported it."""
         is_ready = self.ready.done() and not self.ready.cancelled() and self.ready.exception() is None
@@ -96,12 +99,12 @@ class Peer:
         """Whether any answer of the process is expected."""
         return bool(self._expected)
 
-    async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float, *, setting: str = "") -> A:
+    async def answer(self, future: asyncio.Future[A], operation: str, deadline_s: float, *, setting: str = "") -> A:
         """Wait for the answer ``future`` (from :meth:`expect`) and return it, or raise the error that the process has
-        reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``what``
-        names the order in the error, and ``setting`` the setting that extends the deadline, if there is one. If
-        :attr:`waits_while_halted` is set, time during which the process is stopped is not counted; the stall watchdog
-        limits it."""
+        reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds;
+        ``operation`` names the order in the error, and ``setting`` the setting that extends the deadline, if there is
+        one. If :attr:`waits_while_halted` is set, time during which the process is stopped is not counted; the stall
+        watchdog limits it."""
         try:
             async with TimeLimit(deadline_s, is_paused=lambda: bool(self.halted) and self.waits_while_halted):
                 return await future
@@ -110,7 +113,7 @@ class Peer:
             log = f"look at logs/{self.name}.log in the run directory" if self.in_run else ""
             slow = setting and f"if the machine is only slow, raise {setting}"
             raise DeadlineError(
-                f"{self.name} has not answered for {deadline_s:g} s: {what}{last and f'; {last}'}",
+                f"{self.name} has not answered for {deadline_s:g} s: {operation}{last and f'; {last}'}",
                 remedy="; ".join(filter(None, (log, slow))),
             ) from None
         finally:
@@ -121,11 +124,11 @@ class Peer:
         reports nothing about it."""
         return ""
 
-    async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
-        """Wait until the process is ready, or until ``dying`` is done because the process has died. Return whether it
+    async def wait_until_ready(self, death: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
+        """Wait until the process is ready, or until ``death`` is done because the process has died. Return whether it
         is ready. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``hint`` is a
         possible cause for the error text."""
-        events: set[asyncio.Future[Any]] = {dying, self.ready}
+        events: set[asyncio.Future[Any]] = {death, self.ready}
         try:
             async with TimeLimit(deadline_s):
                 await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -184,7 +187,7 @@ class Peer:
     def _fail(self, message: Failure) -> None:
         """Make the calls fail that have the order number of the reported failure. A failure without a number concerns
         the whole process, and is stored in :attr:`reported_error`."""
-        error = error_of(message)
+        error = make_error(message)
         if message.call is None:
             self.reported_error = error
             self.reported.set()
@@ -194,7 +197,7 @@ class Peer:
                 future.set_exception(error)
 
 
-def error_of(failure: Failure) -> HeadraceError:
+def make_error(failure: Failure) -> HeadraceError:
     """Return a reported failure as an exception of the class that the failure names, or as a
     :class:`~headrace.base.errors.RunError` if Headrace has no error with that name."""
     kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class

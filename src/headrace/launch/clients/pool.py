@@ -37,7 +37,7 @@ from headrace.base.errors import EnvError
 from headrace.launch.clients.peer import Peer
 
 MAX_IDLE_DEATHS = 8
-"""Number of workers that may die one after the other without a call that could be the cause."""
+"""Number of consecutive workers that may die without a call that could be the cause."""
 
 
 class WorkerProcess(Protocol):
@@ -52,8 +52,8 @@ class WorkerProcess(Protocol):
         ...
 
     async def halt_reason(self) -> str:
-        """Return what has halted the process, in words such as ``is stopped (SIGSTOP)``; empty if it is not known to be
-        halted."""
+        """Return why the operating system does not run the process, in words such as ``is stopped (SIGSTOP)``; empty if
+        it runs, as far as is known."""
         ...
 
     async def wait_for_death(self) -> str:
@@ -113,11 +113,11 @@ class Worker(ABC, Generic[C]):
     """The group of the worker: all workers of the pool on the same machine."""
     calls: dict[int, C] = field(default_factory=dict)
     """The current calls of the worker, by number."""
-    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    startup_over: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker has become ready, or has ended before it was ready."""
-    left: asyncio.Event = field(default_factory=asyncio.Event)
+    slot_freed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the worker's slot is free, because the worker has ended or receives no more calls."""
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
     """Set while the worker has no call, after its first call."""
     replaced: bool = False
     """Whether the pool has ended the worker, because of one of its calls or because of its machine."""
@@ -137,9 +137,9 @@ class Worker(ABC, Generic[C]):
 
     async def retire(self) -> None:
         """Assign no more calls to the worker, and kill it when its last call has ended."""
-        self.left.set()
+        self.slot_freed.set()
         if self.calls:
-            await self.emptied.wait()
+            await self.idle.wait()
         await self.replace()
 
 
@@ -156,7 +156,7 @@ class WorkerGroup:
     workers: set[Worker[Any]] = field(default_factory=set)
     """The workers that have not ended."""
     idle_deaths: int = 0
-    """Number of workers that have died one after the other without a call that could be the cause."""
+    """Number of consecutive workers that have died without a call that could be the cause."""
     leaving: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no more workers and calls may begin on the machine."""
 
@@ -183,7 +183,7 @@ class WorkerSlot(Generic[W]):
     def up(self) -> bool:
         """Whether the slot contains a worker that accepts calls."""
         worker = self.worker
-        return worker is not None and not (worker.replaced or worker.left.is_set())
+        return worker is not None and not (worker.replaced or worker.slot_freed.is_set())
 
 
 class Capacity:
@@ -196,11 +196,12 @@ class Capacity:
         """Number of calls that may begin now. It is negative if more calls are running than allowed, because a machine
         has left."""
         self._waiting: deque[asyncio.Future[None]] = deque()
+        """The futures of the waiting calls, in the order in which they begin."""
 
-    def add(self, by: int) -> None:
-        """Raise the limit by ``by`` calls, or lower it if ``by`` is negative. Running calls continue until they end or
-        lose their worker."""
-        self.free += by
+    def add(self, num_calls: int) -> None:
+        """Raise the limit by ``num_calls`` calls, or lower it if ``num_calls`` is negative. Running calls continue
+        until they end or lose their worker."""
+        self.free += num_calls
         while self.free > 0 and self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():
@@ -232,9 +233,9 @@ class SuspectPolicy(Protocol[C]):
     """A policy for calls whose worker has ended: it decides how they are repeated until the call that kills its workers
     (the culprit) is known. A pool has one policy."""
 
-    def stays(self, call: C, loss: CallLoss) -> bool:
+    def may_repeat(self, call: C, loss: CallLoss) -> bool:
         """Return whether a call that was lost for the reason ``loss`` is repeated in the shared workers. If not, the
-        pool calls :meth:`clear`."""
+        pool calls :meth:`resolve`."""
         ...
 
     def record_death(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
@@ -242,7 +243,7 @@ class SuspectPolicy(Protocol[C]):
         end as lost."""
         ...
 
-    async def clear(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
+    async def resolve(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
         """Repeat a suspected call, which was lost for the reason ``loss``, until it has an answer, and return the
         answer. If the call is found to end its workers, return :attr:`CallLoss.CULPRIT`."""
         ...
@@ -296,12 +297,15 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._suspects = suspects
         self._warn = warn
         self._own_group = WorkerGroup(start_worker, config.num_workers)
+        """The workers on this machine."""
         self._slots: list[WorkerSlot[W]] = []
+        """The slots of the shared workers on all machines."""
         self._capacity = Capacity()
         self._changed = asyncio.Event()
+        """Set, and then replaced by a new event, when a worker becomes ready or a machine is added."""
 
     @abstractmethod
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
         """Return the worker record of ``process``, which was just started on the machine of ``group``."""
 
     @abstractmethod
@@ -320,12 +324,12 @@ class WorkerPool(ABC, Generic[W, C, A]):
     # -- for the users of a pool ------------------------------------------------------------------------------------
 
     @property
-    def keeps_some_here(self) -> bool:
+    def has_local_workers(self) -> bool:
         """Whether the pool has workers on this machine."""
         return self._own_group.num_workers > 0
 
     @property
-    def num_up(self) -> int:
+    def num_ready(self) -> int:
         """The number of shared workers that accept calls."""
         return sum(slot.up for slot in self._slots)
 
@@ -339,7 +343,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     async def keep(self) -> None:
         """Keep a worker in every slot of this machine. This ends only by cancellation, or with an error that ends the
-        run: workers do not start, or die one after the other without a call that could be the cause."""
+        run: workers do not start, or die repeatedly without a call that could be the cause."""
         async with asyncio.TaskGroup() as self._own_group.tasks:
             self._add_slots(self._own_group)
             await asyncio.Event().wait()
@@ -347,20 +351,20 @@ class WorkerPool(ABC, Generic[W, C, A]):
     async def wait_until_started(self) -> None:
         """Wait until every worker on this machine is ready for calls. If the pool has no workers on this machine, wait
         for a worker on another machine."""
-        while not self._is_up():
+        while not self._is_ready():
             await self._changed.wait()
 
-    def _is_up(self) -> bool:
+    def _is_ready(self) -> bool:
         """Return whether the pool can accept calls: whether all workers of this machine are ready or, if it has none on
         this machine, whether any worker is."""
-        if not self.keeps_some_here:
+        if not self.has_local_workers:
             return any(slot.up for slot in self._slots)
         own = [slot for slot in self._slots if slot.group is self._own_group]
         return bool(own) and all(slot.up for slot in own)
 
     async def use_machine(self, group: WorkerGroup) -> None:
-        """Use the workers of another machine until the machine leaves or is lost. Return when the last of its workers
-        has ended.
+        """Use the workers of ``group``, which are on another machine, until the machine leaves or is lost. Return when
+        the last of its workers has ended.
 
         Raises the :class:`~headrace.base.errors.HeadraceError` because of which the machine cannot be used.
         """
@@ -386,23 +390,23 @@ class WorkerPool(ABC, Generic[W, C, A]):
             for worker in group.workers:
                 worker.process.close()
 
-    async def make(self, call: C) -> A | CallLoss:
-        """Execute a call and return its answer. The call is repeated if its worker is lost. If the call is found to end
-        its workers, return :attr:`CallLoss.CULPRIT`."""
+    async def execute(self, call: C) -> A | CallLoss:
+        """Execute ``call`` and return its answer. The call is repeated if its worker is lost. If the call is found to
+        end its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
-            outcome = await self.in_shared(call)
-            return await self._suspects.clear(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
+            outcome = await self.run_in_shared(call)
+            return await self._suspects.resolve(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
         finally:
             self._suspects.forget(call)
 
     # -- for policies for suspects ------------------------------------------------------------------------------------
 
-    async def in_shared(self, call: C) -> A | CallLoss:
-        """Execute a call in the shared workers, and repeat it as long as the policy for suspects allows that. Return
+    async def run_in_shared(self, call: C) -> A | CallLoss:
+        """Execute ``call`` in the shared workers, and repeat it as long as the policy for suspects allows that. Return
         the answer, or the reason why the call was last lost. The call keeps its place between attempts, so that calls
         that have not begun do not overtake it."""
         outcome: A | CallLoss | None = None
-        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
+        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)):
             async with self._capacity.reserve(first=outcome is not None):
                 outcome = await self._attempt_in_shared(call)
         return outcome
@@ -415,20 +419,20 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects
         allows that. Return the answer, or the reason why the call was lost."""
         while True:
-            outcome = await self.attempt_in(await self.worker(call=call), call)
-            again = isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)
-            if not again or self._capacity.free < 0:  # too few workers are left after a machine has left
+            outcome = await self.attempt_in(await self.wait_for_worker(call=call), call)
+            repeats = isinstance(outcome, CallLoss) and self._suspects.may_repeat(call, outcome)
+            if not repeats or self._capacity.free < 0:  # too few workers are left after a machine has left
                 return outcome
 
-    async def worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
+    async def wait_for_worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
         """Wait until a worker accepts calls, and return it. With a ``slot``, this is the worker in the slot. Otherwise
         it is the shared worker that ``call`` prefers or, if it prefers none, the worker with the fewest calls."""
-        while not (
-            up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
-        ):
+        slots = self._slots if slot is None else (slot,)
+        while not (workers := [each.worker for each in slots if each.worker and each.up]):
             await self._changed.wait()
+            slots = self._slots if slot is None else (slot,)
         preferred = None if call is None else self.preferred_worker(call)
-        return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
+        return preferred if preferred in workers else min(workers, key=lambda worker: len(worker.calls))
 
     def preferred_worker(self, call: C) -> W | None:
         """Return the worker in which ``call`` needs the least work; ``None`` if there is no difference. The worker may
@@ -440,21 +444,21 @@ class WorkerPool(ABC, Generic[W, C, A]):
         died, its death is counted in the call."""
         number = worker.process.peer.next_call()
         worker.calls[number] = call
-        worker.emptied.clear()
+        worker.idle.clear()
         try:
             outcome = await self.attempt(worker, call, number)
         finally:
             del worker.calls[number]
             if not worker.calls:
-                worker.emptied.set()
+                worker.idle.set()
         if outcome is CallLoss.DIED:
             call.deaths, call.cause = call.deaths + 1, worker.cause
         return outcome
 
-    async def some_group(self) -> WorkerGroup:
+    async def wait_for_group(self) -> WorkerGroup:
         """Wait until there is a machine on which workers can be started, and return its group of workers: the group of
         this machine if it may have workers, and otherwise the group of the first machine that has joined."""
-        if self.keeps_some_here:
+        if self.has_local_workers:
             return self._own_group
         while not self._slots:
             await self._changed.wait()
@@ -464,8 +468,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Start a worker for ``slot``, and the task that supervises it. Return the worker, which is not ready yet.
         Raises :class:`MachineGone` if no worker can be started on the slot's machine any more."""
         group = slot.group
-        worker = self.new_worker(await group.start_worker(), group)
-        if not self.in_background(self._supervise(slot, worker), group):
+        worker = self.create_worker(await group.start_worker(), group)
+        if not self.run_in_background(self._supervise(slot, worker), group):
             await worker.process.kill()
             worker.process.close()
             raise MachineGone
@@ -481,16 +485,16 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker = await self.begin(slot)
             except MachineGone:
                 return
-            await worker.left.wait()
+            await worker.slot_freed.wait()
 
-    def in_background(
+    def run_in_background(
         self, work: Coroutine[Any, Any, None], group: WorkerGroup | None = None
     ) -> asyncio.Task[None] | None:
         """Start ``work`` as a task that ends with the workers of ``group``; ``None`` means the workers of this machine.
         Return the task, or ``None`` if the workers are already ending and no task may begin."""
         tasks = (group or self._own_group).tasks
         assert tasks is not None
-        return start_in(tasks, work)
+        return create_task_if_open(tasks, work)
 
     # -- slots and workers --------------------------------------------------------------------------------------------
 
@@ -503,7 +507,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._capacity.add(group.num_workers * self._pool_config.concurrency)
         for slot in slots:
             slot.needed.set()
-        self._wake_waiting()  # :meth:`some_group` may wait for a machine
+        self._wake_waiting()  # :meth:`wait_for_group` may wait for a machine
         return [group.tasks.create_task(self.keep_filled(slot)) for slot in slots]
 
     def _remove_slots(self, group: WorkerGroup) -> None:
@@ -518,20 +522,21 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._changed = asyncio.Event()
 
     async def _supervise(self, slot: WorkerSlot[W], worker: W) -> None:
-        """Receive a worker's messages and watch it, from its start to its end. Then record its end, notify the policy
-        for suspects, and warn. When the worker's process is closed, its remaining calls end as lost."""
+        """Receive the messages of ``worker``, which is in ``slot``, and watch it, from its start to its end. Then
+        record its end, notify the policy for suspects, and warn. When the worker's process is closed, its remaining
+        calls end as lost."""
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
-            dying = tasks.create_task(process.wait_for_death())
-            if await peer.wait_until_ready(dying, self._pool_config.start_timeout_s, self.slow_start):
+            death = tasks.create_task(process.wait_for_death())
+            if await peer.wait_until_ready(death, self._pool_config.start_timeout_s, self.slow_start):
                 self.on_ready(peer.ready.result().facts)
                 slot.worker = worker
-                worker.settled.set()
+                worker.startup_over.set()
                 self._wake_waiting()
             watching = tasks.create_task(self._kill_when_stuck(worker))
-            end = await dying
-            cause = peer.protocol_violation or end
+            death_cause = await death
+            cause = peer.protocol_violation or death_cause
             worker.cause = cause.partition("\n")[0]
             if slot.worker is worker:  # the slot of a retired worker may contain another worker
                 slot.worker = None
@@ -542,8 +547,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
             self._suspects.record_death(self, slot, worker)
         process.close()
         worker.group.workers.discard(worker)
-        worker.left.set()
-        worker.settled.set()
+        worker.slot_freed.set()
+        worker.startup_over.set()
         if not worker.replaced:
             self._report_death(worker, cause, num_lost)
 
@@ -555,8 +560,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     def _report_death(self, worker: W, cause: str, num_lost: int) -> None:
         """Warn that a worker has died for the reason ``cause`` with ``num_lost`` calls. Raises the error that the
-        worker has reported, if any, or an :class:`~headrace.base.errors.EnvError` if too many workers have died one
-        after the other without a call that could be the cause."""
+        worker has reported, if any, or an :class:`~headrace.base.errors.EnvError` if too many consecutive workers have
+        died without a call that could be the cause."""
         if worker.process.peer.reported_error is not None:
             raise worker.process.peer.reported_error
         idle_deaths = worker.count_death()
@@ -569,7 +574,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._warn(f"{article} {self.worker_name} died ({cause}); {self.lost_calls.format(num=num_lost)}")
 
 
-def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
+def create_task_if_open(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
     """Start ``work`` as a task in the group ``tasks``, and return the task. If the group is ending and accepts no more
     tasks, close ``work`` and return ``None``."""
     try:

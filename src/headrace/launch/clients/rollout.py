@@ -33,7 +33,9 @@ class RolloutClient(Peer):
         self.workers: tuple[WorkerSeen, ...] = ()
         """The environment workers of the shard."""
         self._calls: dict[int, asyncio.Queue[Ended]] = {}
+        """The queue in which the ended episodes of each running order arrive, by the number of the order."""
         self._lost = False
+        """Whether the shard has died."""
 
     @property
     def awaits_answer(self) -> bool:

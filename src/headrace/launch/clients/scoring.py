@@ -34,13 +34,13 @@ SHORT_S = 5e-3
 """Total seconds that the calls of one order may take, estimated from the durations of recent calls."""
 MAX_TOGETHER = 256
 """Largest number of completions in one order."""
-FEWEST_JOINED = 10
+MIN_SHARED = 10
 """Number of completions that must fit into one order, so that requests share orders."""
-ALONE = 1000
+NUM_UNSHARED = 1000
 """Number of answers after a lost order for which requests share no order."""
 ORDERS_PER_WORKER = 2
 """Number of orders of short calls that are out for each worker: one that it executes, and the next."""
-MOST_BLOCKED = 8
+MAX_BLOCKED = 8
 """Number of consecutive calls that may block their worker. After that, other calls fail without being made."""
 
 _CODEC = MessageCodec(ScoreCompletions)
@@ -66,7 +66,7 @@ class ScoringWorker(Worker[ScoreCall]):
     """Number of calls that the worker has begun since it started."""
     answered: bool = False
     """Whether any call has returned. A side effect of such a call may kill the worker later."""
-    judged: asyncio.Event = field(default_factory=asyncio.Event)
+    cause_known: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when ``frozen`` and ``crowded`` are determined, after a call was late."""
     crowded: bool = False
     """Whether the process computed for most of the time limit, so that any of its running calls may have blocked the
@@ -98,7 +98,7 @@ class ScoringWorker(Worker[ScoreCall]):
         self.group.idle_deaths += not has_suspect  # each of its calls will be tried alone
         return self.group.idle_deaths
 
-    def loss(self, *, started: bool) -> CallLoss:
+    def find_loss(self, *, started: bool) -> CallLoss:
         """Return the reason for which one of the worker's calls is lost, after the worker has ended. ``started`` says
         whether the worker had begun that call."""
         if self.frozen:
@@ -144,25 +144,27 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self._mean_s = math.inf
         """The mean duration of a call of the reward function in seconds, as the worker that answered last has measured
         it; infinite before the first answer."""
-        self._num_alone = 0
+        self._num_unshared = 0
         """The number of next answers for which requests share no order, since one was lost or late."""
         self._short_calls = ShortCalls(
             self._score_together,
-            start=self.in_background,
-            max_orders=lambda: ORDERS_PER_WORKER * self.num_up,
-            max_completions=self._max_joined,
+            start=self.run_in_background,
+            max_orders=lambda: ORDERS_PER_WORKER * self.num_ready,
+            max_completions=self._max_shared,
         )
-        self._num_tried = 0  # calls that are running
-        self._num_blocked = 0  # consecutive calls that blocked their worker until their time limit
+        self._num_running = 0
+        """The number of calls that are running in workers."""
+        self._num_blocked = 0
+        """The number of consecutive calls that have blocked their worker until their time limit."""
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score completions of ``task`` with the reward function in a worker, and return their rewards or the failure.
-        ``context`` contains the values of the context fields.
+        """Score ``completions`` of ``task`` with the reward function in a worker, and return their rewards or the
+        failure. ``context`` contains the values of the context fields.
 
         A reward function that scores one completion at a time is called once per completion. If its calls are shorter
         than the overhead of an order, all calls are sent to one worker in a single order, together with those of other
         tasks that are to be scored now; otherwise each call is a separate, concurrent order."""
-        request = self._request(task, completions, context)
+        request = self._make_request(task, completions, context)
         if not self.by_group and len(completions) <= self._max_together():
             scores = await self._score_shortly(request)
             if scores is not None:
@@ -173,12 +175,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             calls = [
                 group.create_task(self._answer(request.make_single_order(index))) for index in range(len(completions))
             ]
-        return _join([call.result().of(0) for call in calls])
+        return _combine([call.result().get_graded(0) for call in calls])
 
     async def _score_shortly(self, request: ScoreCompletions) -> Scores | None:
         """Score all completions of a request, whose calls are short, in one order, which other requests may share.
         Return ``None`` if each call has to be made by an order of its own."""
-        if not self._max_joined():
+        if not self._max_shared():
             scores = await self._score_together([request]) if len(request.completions) > 1 else None
             return None if scores is None else scores[0]
         try:
@@ -188,25 +190,25 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         return await self._short_calls.score(request, num_bytes)
 
     async def _score_together(self, requests: Sequence[ScoreCompletions]) -> list[Scores] | None:
-        """Order a worker to score all completions of ``requests``, one after the other, and return the scores of each
-        request. Return ``None`` if one of the calls has killed the worker or was late, because it is not known which.
-        For the next :data:`ALONE` answers requests then share no order."""
+        """Order a worker to score all completions of ``requests`` sequentially, and return the scores of each request.
+        Return ``None`` if one of the calls has killed the worker or was late, because it is not known which. For the
+        next :data:`NUM_UNSHARED` answers requests then share no order."""
         call = ScoreCall(request=ScoreTogether(call=0, requests=tuple(requests)))
         outcome: Scores | CallLoss = CallLoss.INNOCENT
         while outcome is CallLoss.INNOCENT:
             async with self.capacity_for_one():
-                outcome = await self.attempt_in(await self.worker(), call)
+                outcome = await self.attempt_in(await self.wait_for_worker(), call)
         if isinstance(outcome, CallLoss) or outcome.failure:
-            self._num_alone = ALONE
+            self._num_unshared = NUM_UNSHARED
             return None
         graded = iter(outcome.graded)
-        return [_join(list(itertools.islice(graded, len(request.completions)))) for request in requests]
+        return [_combine(list(itertools.islice(graded, len(request.completions)))) for request in requests]
 
-    def _max_joined(self) -> int:
+    def _max_shared(self) -> int:
         """Return the largest number of completions in an order that several requests share; 0 if they share none. Only
         calls of which many fit into an order do: longer ones may be waiting, and then are made side by side."""
-        most = self._max_together()
-        return most if most >= FEWEST_JOINED and not self._num_alone else 0
+        limit = self._max_together()
+        return limit if limit >= MIN_SHARED and not self._num_unshared else 0
 
     def _max_together(self) -> int:
         """Return the largest number of completions in one order, all of which are expected to take less than
@@ -218,10 +220,10 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     ) -> Scores:
         """Score one turn of an episode and return its scores. ``text`` is the text of the turn, ``history`` is the text
         that the model read before it, and ``turn`` is its index in the episode."""
-        request = self._request(task, (text,), context)
+        request = self._make_request(task, (text,), context)
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
-    def _request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
+    def _make_request(self, task: Task, completions: tuple[str, ...], context: ScoringContext) -> ScoreCompletions:
         """Return the request to score ``completions`` of a task, with the context fields that the reward function
         uses."""
         request = ScoreCompletions(call=0, prompt=task.prompt, completions=completions, row=task.row)
@@ -232,12 +234,12 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     async def _answer(self, request: ScoreCompletions) -> Scores:
         """Score a request in a worker, and return the scores. They are a failure (``reward_crashed``) if the request is
         found to kill its worker even if it is the only call."""
-        outcome = await self.make(ScoreCall(request=request))
+        outcome = await self.execute(ScoreCall(request=request))
         if isinstance(outcome, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
         return outcome
 
-    def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
+    def create_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
         """Return the worker record of ``process``, which was just started on the machine of ``group``."""
         return ScoringWorker(process, group)
 
@@ -246,23 +248,23 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Score a request in ``worker``, and return the scores or the reason why the call was lost. A call that takes
-        longer than its time limit is a failure, unless the worker made no progress at all. After :data:`MOST_BLOCKED`
-        consecutive calls that blocked their worker, only one call runs at a time, and all others fail at once.
-        Otherwise they would wait for hours for a function that always blocks."""
-        if self._num_blocked >= MOST_BLOCKED and self._num_tried:
+        """Score the request of ``call`` in ``worker`` as order ``number``, and return the scores or the reason why the
+        call was lost. A call that takes longer than its time limit is a failure, unless the worker made no progress at
+        all. After :data:`MAX_BLOCKED` consecutive calls that blocked their worker, only one call runs at a time, and
+        all others fail at once. Otherwise they would wait for hours for a function that always blocks."""
+        if self._num_blocked >= MAX_BLOCKED and self._num_running:
             problem = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
             advice = "let an async def await what it waits for, and bound what a function computes"
             return Scores(rewards=(), failure=f"reward_timeout: {problem}; {advice}")
-        self._num_tried += 1
+        self._num_running += 1
         try:
             return await self._attempt(worker, call, number)
         finally:
-            self._num_tried -= 1
+            self._num_running -= 1
 
     async def _attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Send a call to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why the
-        call was lost. The time limit counts from the moment at which the worker begins the call."""
+        """Send ``call`` to ``worker`` as order ``number``. Return its scores, a failure as scores, or the reason why
+        the call was lost. The time limit counts from the moment at which the worker begins the call."""
         peer = worker.process.peer
         started, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_started, started))
@@ -277,13 +279,13 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
                 worker.num_running -= 1
         except TimeoutError:
             if worker.frozen or worker.crowded:
-                return worker.loss(started=True)
+                return worker.find_loss(started=True)
             self._num_blocked += worker.blocked
             return Scores(rewards=(), failure=f"reward_timeout: no reward for {self._timeout_s:g} s")
         except asyncio.CancelledError:
             if not scored.cancelled() or being_cancelled():
                 raise
-            return worker.loss(started=not started.cancelled())
+            return worker.find_loss(started=not started.cancelled())
         except ENCODING_ERRORS as error:
             return Scores(rewards=(), failure=f"reward_error: the row cannot travel: {error!a}")
         finally:
@@ -294,7 +296,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             await worker.process.kill()
             return CallLoss.DIED
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
-        self._num_alone = max(0, self._num_alone - 1)
+        self._num_unshared = max(0, self._num_unshared - 1)
         self._mean_s = answer.mean_s
         calls = [
             Scores(rewards=each.rewards, failure=each.error, metrics=each.metrics, extra=each.extra)
@@ -302,7 +304,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         ]
         if isinstance(call.request, ScoreCompletions):
             return calls[0]
-        return Scores(rewards=(), graded=tuple(each.of(0) for each in calls))
+        return Scores(rewards=(), graded=tuple(each.get_graded(0) for each in calls))
 
     async def _wait_in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """Wait for ``scored``, the answer of a call that has begun, up to the pool's time limit, and return it. If it
@@ -324,7 +326,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         processor time of the process when the call began, in seconds. If several calls of a worker are late, this is
         done once."""
         if worker.replaced:
-            await worker.judged.wait()
+            await worker.cause_known.wait()
             return
         worker.replaced = True
         try:
@@ -335,9 +337,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             computed_s = await worker.process.computed_s() - before_s
             worker.crowded = worker.num_running > 1 and computed_s > self._timeout_s / 2
         finally:
-            worker.judged.set()
-        why = f", and its calls are made again, for its process {halted}" if halted else ""
-        self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
+            worker.cause_known.set()
+        reason = f", and its calls are made again, for its process {halted}" if halted else ""
+        self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{reason}")
 
     async def watch(self, worker: ScoringWorker) -> str:
         """Wait until ``worker`` has calls but has begun none of them for as long as a call may take, and return the
@@ -368,13 +370,13 @@ def _answers_all(answer: Scored, request: ScoreCompletions | ScoreTogether) -> b
     return all(each.error or len(each.rewards) == size for each, size in zip(answer.calls, sizes, strict=True))
 
 
-def _join(graded: Sequence[Graded]) -> Scores:
-    """Return one record of scores for completions that were scored separately. The record of a single completion is
-    that of its call, whose failure lets the call be repeated."""
+def _combine(graded: Sequence[Graded]) -> Scores:
+    """Return one record of scores for completions that were scored separately, with the results ``graded``. The record
+    of a single completion is that of its call, whose failure lets the call be repeated."""
     if len(graded) == 1:
-        (only,) = graded
-        rewards, extra = () if only.failure else (only.reward,), (only.extra,) if only.extra else ()
-        return Scores(rewards=rewards, failure=only.failure, metrics=only.metrics, extra=extra)
+        (single,) = graded
+        rewards, extra = () if single.failure else (single.reward,), (single.extra,) if single.extra else ()
+        return Scores(rewards=rewards, failure=single.failure, metrics=single.metrics, extra=extra)
     return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 

@@ -14,15 +14,15 @@ from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring import Scores
 
 LONG_S = 0.1
-"""Seconds after which an order does not count as out any more: one of its calls waits or hangs, and the others are not
-to wait for it."""
+"""Seconds after which an order does not count as running any more: one of its calls waits or hangs, and other calls
+should not wait for it."""
 MAX_BYTES = 1 << 20
 """Largest size of an order of several requests, in bytes."""
 
 SendTogether = Callable[[Sequence[ScoreCompletions]], Awaitable[Sequence[Scores] | None]]
 """A function that lets a worker score several requests in one order, and returns the scores of each; ``None`` if the
 order was lost or late."""
-Start = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None]
+StartTask = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None] | None]
 """A function that starts a task of the pool, and returns ``None`` if the pool is ending and starts no more."""
 
 
@@ -31,6 +31,7 @@ class _ShortCall:
     """A request that waits for its scores."""
 
     request: ScoreCompletions
+    """The completions to score, with their task."""
     num_bytes: int
     """The size of the request as a message."""
     outcome: asyncio.Future[Scores | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -43,12 +44,12 @@ class _ShortCall:
 
 
 class ShortCalls:
-    """The short calls that wait for an order. While as many orders are out as ``max_orders`` returns, further calls
-    wait, and the next order takes all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an order
-    is the larger the busier the workers are, and a single call waits for no other."""
+    """The short calls that wait for an order. While as many orders are running as ``max_orders`` returns, other calls
+    wait, and the next order contains all of them, up to ``max_completions`` completions and :data:`MAX_BYTES`. So an
+    order is the larger the busier the workers are, and a single call waits for no other."""
 
     def __init__(
-        self, send: SendTogether, *, start: Start, max_orders: Callable[[], int], max_completions: Callable[[], int]
+        self, send: SendTogether, *, start: StartTask, max_orders: Callable[[], int], max_completions: Callable[[], int]
     ) -> None:
         """Create the queue without calls. ``send`` sends one order, and ``start`` starts the task that does it. If
         ``max_completions`` returns 0, the calls are not short any more, and those that wait have no joint order."""
@@ -57,13 +58,14 @@ class ShortCalls:
         self._max_orders = max_orders
         self._max_completions = max_completions
         self._waiting: deque[_ShortCall] = deque()
-        self._out: set[asyncio.Task[None]] = set()
-        """The orders that count as out."""
+        """The calls that wait for an order, oldest first."""
+        self._running_orders: set[asyncio.Task[None]] = set()
+        """The tasks of the orders that count as running."""
         self._is_planned = False
         """Whether the next turn of the event loop begins an order."""
 
     async def score(self, request: ScoreCompletions, num_bytes: int) -> Scores | None:
-        """Score a request, whose message has ``num_bytes`` bytes, together with others, and return its scores. Return
+        """Score ``request``, whose message has ``num_bytes`` bytes, together with others, and return its scores. Return
         ``None`` if its order was lost or late, because it is not known which of the calls is the cause."""
         call = _ShortCall(request, num_bytes)
         self._waiting.append(call)
@@ -71,44 +73,44 @@ class ShortCalls:
         return await call.outcome
 
     def _plan_order(self) -> None:
-        """If calls wait and another order may be out, begin one in the next turn of the event loop, after all calls
-        that are made in this turn, so that they share the order."""
-        if self._waiting and not self._is_planned and len(self._out) < max(1, self._max_orders()):
+        """If calls wait and another order may run, begin one in the next turn of the event loop, after all calls that
+        are made in this turn, so that they share the order."""
+        if self._waiting and not self._is_planned and len(self._running_orders) < max(1, self._max_orders()):
             self._is_planned = True
             asyncio.get_running_loop().call_soon(self._begin_order)
 
     def _begin_order(self) -> None:
         """Start the task that sends the calls that wait now, as many as fit into one order."""
         self._is_planned = False
-        if calls := self._take():
-            order = self._start(self._order(calls))
+        if calls := self._take_next():
+            order = self._start(self._send_order(calls))
             if order is None:
-                _end(calls)
+                _end_calls(calls)
             else:
-                self._out.add(order)
+                self._running_orders.add(order)
                 timer = asyncio.get_running_loop().call_later(LONG_S, self._order_ended, order)
                 order.add_done_callback(lambda _: timer.cancel())
                 order.add_done_callback(self._order_ended)
-                order.add_done_callback(partial(_end, calls))  # also of a task that was cancelled before it ran
+                order.add_done_callback(partial(_end_calls, calls))  # also of a task that was cancelled before it ran
         self._plan_order()
 
     def _order_ended(self, order: asyncio.Task[None]) -> None:
-        """Stop counting an order that has ended, or has been out for long, and begin the next one."""
-        self._out.discard(order)
+        """Stop counting ``order``, which has ended or has been running for long, and begin the next one."""
+        self._running_orders.discard(order)
         self._plan_order()
 
-    async def _order(self, calls: Sequence[_ShortCall]) -> None:
+    async def _send_order(self, calls: Sequence[_ShortCall]) -> None:
         """Send ``calls`` in one order, and give the callers their scores."""
         scores = await self._send([call.request for call in calls])
         for call, each in zip(calls, scores or (), strict=scores is not None):
             call.end(each)
 
-    def _take(self) -> list[_ShortCall]:
+    def _take_next(self) -> list[_ShortCall]:
         """Remove and return the calls of the next order, without those whose callers have been cancelled."""
         calls: list[_ShortCall] = []
         room, room_bytes = self._max_completions(), MAX_BYTES
         if not room:
-            _end(self._waiting)
+            _end_calls(self._waiting)
             self._waiting.clear()
         while self._waiting:
             first = self._waiting[0]
@@ -122,7 +124,7 @@ class ShortCalls:
         return calls
 
 
-def _end(calls: Iterable[_ShortCall], _: object = None) -> None:
+def _end_calls(calls: Iterable[_ShortCall], _: object = None) -> None:
     """Give the callers of ``calls`` that have no scores ``None``."""
     for call in calls:
         call.end(None)

@@ -13,8 +13,8 @@ class RequestStream:
 
     def __init__(self, max_new_tokens: int) -> None:
         """Create the empty stream of a request that samples up to ``max_new_tokens`` tokens."""
-        # at most one chunk for each token, one chunk that ends the request, and one error
         self._arrived: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue(maxsize=max_new_tokens + 2)
+        """The unread chunks: at most one for each token, one that ends the request, and one error."""
 
     def put(self, chunk: TokenChunk) -> None:
         """Add a chunk that has arrived. If it says that earlier tokens of the request are lost, unread chunks are
@@ -41,13 +41,15 @@ class SiblingArrivals:
         self.error: Exception | None = None
         """The error that has ended all of the requests; ``None`` if there is none."""
         self._arrived: list[tuple[int, TokenChunk]] = []
+        """The unread chunks, each with the index of its sibling."""
         self._has_arrivals = asyncio.Event()
+        """Set while there are unread chunks or an error."""
 
     def add(self, index: int, chunk: TokenChunk) -> None:
         """Add a chunk of the sibling ``index``. If it says that earlier tokens of this sibling are lost, unread chunks
         of the sibling are removed."""
         if chunk.lost:
-            self._arrived = [(other, earlier) for other, earlier in self._arrived if other != index]
+            self._arrived = [(sibling, unread) for sibling, unread in self._arrived if sibling != index]
         self._arrived.append((index, chunk))
         self._has_arrivals.set()
 

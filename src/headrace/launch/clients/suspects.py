@@ -4,7 +4,7 @@ Most deaths have an external cause, such as a signal or lack of memory. Therefor
 repeated in the shared workers. Calls that lose a second worker there are *suspects*, which are tried separately from
 other calls:
 
-    OneByOne   short calls, such as a reward: each alone, one after the other, in one additional worker
+    OneByOne   short calls, such as a reward: each alone, sequentially, in one additional worker
     ByHalves   long calls, such as an episode: two halves, each in a worker of its own. The half that kills its
                worker is divided again until one call is left; among 64 calls it is found after six divisions
 
@@ -35,26 +35,29 @@ class OneByOne:
     def __init__(self) -> None:
         """Create the policy. The additional worker is started when a call first needs it."""
         self._shared_repeats = asyncio.Semaphore(SUSPECTS)
+        """A semaphore that limits the repetitions in the shared workers."""
         self._alone = asyncio.Semaphore(1)
+        """A semaphore that is held by the call in the additional worker."""
         self._slot: WorkerSlot[Any] | None = None
+        """The slot of the additional worker; ``None`` until a call needs it."""
 
-    def stays(self, call: PoolCall, loss: CallLoss) -> bool:
+    def may_repeat(self, call: PoolCall, loss: CallLoss) -> bool:
         """Return whether ``call`` is repeated in the shared workers without further checks. This is the case only if it
         cannot be the cause of the death."""
         return loss is CallLoss.INNOCENT
 
     def record_death(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
         """If the additional worker has died after it was ready, do not start another one until a call needs it."""
-        if slot is self._slot and worker.settled.is_set():  # otherwise a call still waits for it
+        if slot is self._slot and worker.startup_over.is_set():  # otherwise a call still waits for it
             slot.needed.clear()
 
-    async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
+    async def resolve(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
         """Repeat a lost call in the shared workers, together with few others. If it is lost again, execute it alone in
         the additional worker. Return its answer, or ``CULPRIT`` if the worker died there as well."""
         outcome: Any = loss
         if outcome is CallLoss.DIED:
             async with self._shared_repeats:
-                outcome = await pool.in_shared(call)
+                outcome = await pool.run_in_shared(call)
         if isinstance(outcome, CallLoss):
             async with self._alone:
                 outcome = await self._make_alone(pool, call)
@@ -67,12 +70,12 @@ class OneByOne:
         """Execute ``call`` alone in the additional worker. Return the answer, or the reason of the loss if the worker
         has ended because of the call."""
         if self._slot is None:
-            self._slot = WorkerSlot(await pool.some_group())
-            pool.in_background(pool.keep_filled(self._slot))
+            self._slot = WorkerSlot(await pool.wait_for_group())
+            pool.run_in_background(pool.keep_filled(self._slot))
         outcome: Any = CallLoss.INNOCENT
         while outcome is CallLoss.INNOCENT:
             self._slot.needed.set()
-            outcome = await pool.attempt_in(await pool.worker(self._slot), call)
+            outcome = await pool.attempt_in(await pool.wait_for_worker(self._slot), call)
         return outcome
 
 
@@ -87,7 +90,7 @@ class SuspectTrial:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no suspect needs the worker any more."""
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Record that one suspect does not need the trial's worker any more, because it has ended, has lost the worker,
         or will not be executed. The trial ends when the last suspect leaves."""
         self.num_suspects -= 1
@@ -103,12 +106,13 @@ class ByHalves:
     def __init__(self) -> None:
         """Create the policy without suspects."""
         self._trials = asyncio.Semaphore(TRIALS)
+        """A semaphore that limits the concurrent trials."""
         self._assigned: dict[PoolCall, SuspectTrial] = {}
         """The trial in which each suspect is executed next."""
         self._alone: set[PoolCall] = set()
         """The suspects that are alone in their worker."""
 
-    def stays(self, call: PoolCall, loss: CallLoss) -> bool:
+    def may_repeat(self, call: PoolCall, loss: CallLoss) -> bool:
         """Return whether ``call`` is repeated in the shared workers without further checks: if it cannot be the cause
         of the death, or if it is not a suspect yet."""
         return loss is CallLoss.INNOCENT or (loss is CallLoss.DIED and call not in self._assigned)
@@ -124,7 +128,7 @@ class ByHalves:
                 f"after {(len(suspects) - 1).bit_length()} more deaths; the other episodes continue meanwhile"
             )
         for trial in self._divide(suspects):
-            pool.in_background(self._hold_worker(pool, trial))
+            pool.run_in_background(self._hold_worker(pool, trial))
 
     def _divide(self, suspects: Sequence[PoolCall]) -> list[SuspectTrial]:
         """Assign suspects to two trials, half of them to each. A single suspect has a trial of its own."""
@@ -135,21 +139,21 @@ class ByHalves:
             self._assigned.update(dict.fromkeys(half, trial))
         return trials
 
-    async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
+    async def resolve(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
         """Repeat a lost call, in the worker of its trial if it is a suspect, until it has an answer or is found to be
         the cause. Return the answer or :attr:`CallLoss.CULPRIT`. A loss for another reason ends the attempts and is
         returned, too."""
         outcome: Any = loss
         while outcome in (CallLoss.INNOCENT, CallLoss.DIED):
             trial = self._assigned.pop(call, None)
-            outcome = await (pool.in_shared(call) if trial is None else self._make_in_trial(pool, call, trial))
+            outcome = await (pool.run_in_shared(call) if trial is None else self._make_in_trial(pool, call, trial))
         return outcome
 
     def forget(self, call: PoolCall) -> None:
         """Record that ``call`` has ended, with or without an answer. If it is assigned to a trial in which it has not
         begun, it leaves that trial, so that the trial does not wait for it."""
         if trial := self._assigned.pop(call, None):  # the call was cancelled before it began in the trial
-            trial.leave()
+            trial.release()
 
     async def _make_in_trial(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, trial: SuspectTrial) -> Any:
         """Execute one suspect in the worker of its trial. Return the answer or the reason of the loss. The reason is
@@ -162,7 +166,7 @@ class ByHalves:
             return CallLoss.CULPRIT if outcome is CallLoss.DIED and call in self._alone else outcome
         finally:
             self._alone.discard(call)
-            trial.leave()
+            trial.release()
 
     async def _hold_worker(self, pool: WorkerPool[Any, Any, Any], trial: SuspectTrial) -> None:
         """Provide a worker for ``trial`` until no suspect needs it: wait until one more trial may run, start a worker,
@@ -170,14 +174,14 @@ class ByHalves:
         async with self._trials:
             while not trial.ended.is_set():
                 with suppress(MachineGone):
-                    await self._serve(pool, trial, WorkerSlot(await pool.some_group()))
+                    await self._serve(pool, trial, WorkerSlot(await pool.wait_for_group()))
 
     async def _serve(self, pool: WorkerPool[Any, Any, Any], trial: SuspectTrial, slot: WorkerSlot[Any]) -> None:
         """Start one worker in ``slot`` for the suspects of ``trial``, and keep it until they need no worker any more.
         Return early if the worker dies before it is ready."""
         worker = await pool.begin(slot)
         try:
-            await worker.settled.wait()
+            await worker.startup_over.wait()
             if slot.up:
                 trial.worker.set_result(worker)
                 await trial.ended.wait()

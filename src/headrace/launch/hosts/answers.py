@@ -51,14 +51,14 @@ class AnswerRoutes:
         if not self._readers:
             return list(chunks)
         own: list[TokenChunk] = []
-        others: dict[str, list[TokenChunk]] = {}
+        by_reader: dict[str, list[TokenChunk]] = {}
         for chunk in chunks:
             reader = self._readers.get(chunk.request_id, "")
-            (others.setdefault(reader, []) if reader else own).append(chunk)
+            (by_reader.setdefault(reader, []) if reader else own).append(chunk)
             if chunk.ended:
                 self._readers.pop(chunk.request_id, None)
-        for reader, read in others.items():
-            self._sockets.answer(reader, Chunks(chunks=tuple(read), stats=stats, spans=()))
+        for reader, reader_chunks in by_reader.items():
+            self._sockets.answer(reader, Chunks(chunks=tuple(reader_chunks), stats=stats, spans=()))
         return own
 
     def forget(self, reader: str) -> Iterable[int]:

@@ -31,7 +31,7 @@ from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 
 INLINE_RESULTS = 1 << 20
-"""The greatest number of tokens of a step whose results are sent in its report and recorded in the ledger itself. The
+"""The largest number of tokens of a step whose results are sent in its report and recorded in the ledger itself. The
 results of a larger step are written into the store."""
 _REASONS = msgspec.msgpack.Decoder(dict[int, str])
 """The decoder of the message in which rank 0 sends the groups without loss."""
@@ -42,6 +42,7 @@ class ReadBatch:
     """A batch whose columns are all in memory."""
 
     batch: Batch
+    """The batch."""
     laid_out: LaidOutBatch | None = None
     """The layout of this batch, from before its kept-sets and experts were read; ``None`` if the batch was not laid out
     from an outline."""
@@ -59,8 +60,8 @@ class ReadBatch:
             return report
         dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
         groups = groups_in_words([each.number for each in self.lost])
-        words = f"columns of {groups} could not be read, so that their tokens carried no loss: {self.lost[0].why}"
-        problems = (*report.problems, words)
+        problem = f"columns of {groups} could not be read, so that their tokens carried no loss: {self.lost[0].why}"
+        problems = (*report.problems, problem)
         return msgspec.structs.replace(report, dropped_tokens=dropped, problems=problems, lost=self.lost)
 
 
@@ -73,8 +74,9 @@ class ResultsStore:
         results."""
         self._start = start
         self._store: ColumnStore | None = None
+        """The opened store; ``None`` before the first results are written."""
 
-    def stored(self, report: StepReport) -> StepReport:
+    def store(self, report: StepReport) -> StepReport:
         """Write the results for tokens in ``report`` into the store, and return a copy of the report with a reference
         in their place. Return the report unchanged if the results are few or there is no store. If the results cannot
         be written, return a copy without them that names the problem."""
@@ -87,15 +89,16 @@ class ResultsStore:
                 self._store = ColumnStore(Path(self._start.directory), LEARNED)
             return msgspec.structs.replace(report, learned=self._store.put(data))
         except StoreError as error:
-            words = f"the log-probabilities of its tokens were not recorded: {error.problem}"
-            return msgspec.structs.replace(report, learned=None, problems=(*report.problems, words))
+            problem = f"the log-probabilities of its tokens were not recorded: {error.problem}"
+            return msgspec.structs.replace(report, learned=None, problems=(*report.problems, problem))
 
 
 def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     """Return the batch of ``outline`` with all columns in memory; columns in the store that ``start`` describes are
-    read. All ranks must call this with the same outline. If rank 0 cannot read the tokens of a group, every rank leaves
-    out this group. If rank 0 cannot read another column of a group, the tokens of this group carry no loss, on every
-    rank. If no token is left that carries loss, every rank leaves out all groups, and the batch has no samples.
+    read. All ranks, which ``ranks`` connects, must call this with the same outline. If rank 0 cannot read the tokens of
+    a group, every rank omits this group. If rank 0 cannot read another column of a group, the tokens of this group
+    carry no loss, on every rank. If no token remains that carries loss, every rank omits all groups, and the batch has
+    no samples.
 
     Raises :class:`~headrace.base.errors.StoreError` if the tokens of no group can be read,
     :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read, and
@@ -104,37 +107,37 @@ def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRank
     bundles = {group.number: group.columns for group in outline.groups if isinstance(group.columns, memoryview)}
     left_out: Mapping[int, str] = {}
     if len(bundles) < len(outline.groups):
-        stored, failures = _read_bundles(outline, Path(_required(start, outline.step).directory))
+        stored, failures = _read_bundles(outline, Path(_require_store(start, outline.step).directory))
         bundles |= stored
-        left_out = _agreed(failures, ranks)
+        left_out = _agree(failures, ranks)
     if left_out and len(left_out) == len(outline.groups):
         raise StoreError(
             f"no tokens of step {outline.step} could be read: {next(iter(left_out.values()))}",
             remedy="keep the folder 'columns' of the run's directory whole while the run goes on, then --resume",
         )
     whole = lay_out(outline, lambda group: None if group.number in left_out else bundles[group.number])
-    found = read(whole.batch, start, ranks)
+    loaded = read(whole.batch, start, ranks)
     lost = [LostGroup(number=number, left_out=True, why=why) for number, why in left_out.items()]
-    lost += [msgspec.structs.replace(each, number=whole.groups[each.number]) for each in found.lost]
+    lost += [msgspec.structs.replace(each, number=whole.groups[each.number]) for each in loaded.lost]
     num_left_out = sum(group.num_loss_tokens for group in outline.groups if group.number in left_out)
     complete = ReadBatch(
-        batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens + num_left_out, lost=tuple(lost)
-    )  # fmt: skip
-    return _without_samples(outline, complete) if lost and not found.batch.num_loss_tokens else complete
+        batch=loaded.batch, laid_out=whole, lost_tokens=loaded.lost_tokens + num_left_out, lost=tuple(lost)
+    )
+    return _without_samples(outline, complete) if lost and not loaded.batch.num_loss_tokens else complete
 
 
-def _without_samples(outline: BatchOutline, found: ReadBatch) -> ReadBatch:
-    """Return ``found``, the batch of ``outline`` in which no token carries loss, because columns of groups could not be
-    read, without its samples. The learner counts such a batch as a step, and a replay of the step has the same batch,
-    because every group is recorded as left out."""
-    assert found.laid_out is not None, "it was laid out from an outline"
-    why = found.lost[0].why
-    others = {group.number for group in outline.groups} - {each.number for each in found.lost}
-    # the tokens of the other groups carry no loss by another rule: they are too old, for example
-    lost = [msgspec.structs.replace(each, left_out=True) for each in found.lost]
-    lost += [LostGroup(number=number, left_out=True, why=why) for number in sorted(others)]
-    laid_out = replace(lay_out(outline, lambda _: None), masked=found.laid_out.masked)
-    return replace(found, batch=laid_out.batch, laid_out=laid_out, lost=tuple(lost))
+def _without_samples(outline: BatchOutline, loaded: ReadBatch) -> ReadBatch:
+    """Return ``loaded``, the batch of ``outline`` in which no token carries loss, because columns of groups could not
+    be read, without its samples. The learner counts such a batch as a step, and a replay of the step has the same
+    batch, because every group is recorded as omitted (``left_out``)."""
+    assert loaded.laid_out is not None, "it was laid out from an outline"
+    why = loaded.lost[0].why
+    remaining = {group.number for group in outline.groups} - {each.number for each in loaded.lost}
+    # the tokens of the remaining groups carry no loss by another rule: they are too old, for example
+    lost = [msgspec.structs.replace(each, left_out=True) for each in loaded.lost]
+    lost += [LostGroup(number=number, left_out=True, why=why) for number in sorted(remaining)]
+    laid_out = replace(lay_out(outline, lambda _: None), masked=loaded.laid_out.masked)
+    return replace(loaded, batch=laid_out.batch, laid_out=laid_out, lost=tuple(lost))
 
 
 def _read_bundles(outline: BatchOutline, directory: Path) -> tuple[dict[int, memoryview], dict[int, str]]:
@@ -155,14 +158,14 @@ def _read_bundles(outline: BatchOutline, directory: Path) -> tuple[dict[int, mem
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     """Return a copy of ``batch`` with all columns in memory; columns in the store that ``start`` describes are read.
-    All ranks must call this with the same batch. If rank 0 cannot read a column of a group, the tokens of the group
-    carry no loss, on every rank. If ``start`` is ``None``, no column in a store can be read: the learner of a resumed
-    run is on another machine than the store that an earlier life of the run has written. Raises
-    :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read."""
+    All ranks, which ``ranks`` connects, must call this with the same batch. If rank 0 cannot read a column of a group,
+    the tokens of the group carry no loss, on every rank. If ``start`` is ``None``, no column in a store can be read:
+    the learner of a resumed run is on another machine than the store that an earlier life of the run has written.
+    Raises :class:`~headrace.base.errors.ComponentDied` on a rank that cannot read a column that rank 0 could read."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
     loaded, lost = read_batch(batch, StoreReader(None if start is None else Path(start.directory)))
-    reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
+    reasons = _agree({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
         return ReadBatch(batch=loaded)
     loaded, lost_tokens = remove_groups(loaded, reasons)
@@ -173,7 +176,7 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     )
 
 
-def _required(start: StoreStart | None, step: int) -> StoreStart:
+def _require_store(start: StoreStart | None, step: int) -> StoreStart:
     """Return ``start``, which describes the store of the run. Raises :class:`~headrace.base.errors.RunError` if this
     learner has no store; ``step`` is the step that needs it."""
     if start is None:
@@ -184,14 +187,14 @@ def _required(start: StoreStart | None, step: int) -> StoreStart:
     return start
 
 
-def _agreed(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
-    """Return the groups that carry no loss, with the reason of each, as rank 0 has found them. ``reasons`` contains the
-    groups that this rank cannot read. Raises :class:`~headrace.base.errors.ComponentDied` if rank 0 could read one of
-    these groups."""
+def _agree(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
+    """Return the groups that carry no loss, with the reason of each, as rank 0 has found them and sent through
+    ``ranks``. ``reasons`` contains the groups that this rank cannot read. Raises
+    :class:`~headrace.base.errors.ComponentDied` if rank 0 could read one of these groups."""
     if isinstance(ranks, SingleRank):
         return reasons
-    leaders = ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None)
-    lost_groups: dict[int, str] = _REASONS.decode(leaders)
+    data = ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None)
+    lost_groups: dict[int, str] = _REASONS.decode(data)
     unreadable = [why for group, why in reasons.items() if group not in lost_groups]
     if unreadable:
         raise ComponentDied(

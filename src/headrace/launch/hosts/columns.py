@@ -24,11 +24,13 @@ class EngineColumns:
         """Open the store that ``start`` describes; ``None`` means that there is no store. Raises
         :class:`~headrace.base.errors.StoreError` if its directory cannot be created."""
         self._directory = None if start is None else Path(start.directory)
+        """The directory of the store; ``None`` without a store."""
         self._store: ColumnStore | None = None
+        """The store for writing; ``None`` if this engine does not write."""
         if start is not None and start.writer:
             self._store = ColumnStore(Path(start.directory), start.writer, limit_bytes=start.limit_bytes)
 
-    def stored(self, chunks: list[TokenChunk], abort: Callable[[Sequence[int]], list[TokenChunk]]) -> list[TokenChunk]:
+    def store(self, chunks: list[TokenChunk], abort: Callable[[Sequence[int]], list[TokenChunk]]) -> list[TokenChunk]:
         """Write the kept-sets and experts of ``chunks`` into the store, and return the chunks with references in their
         place. If the store has no space for a sequence, the sequence fails: it is withdrawn with ``abort``, which
         returns chunks that have to be sent, and its last tokens are dropped."""

@@ -59,7 +59,7 @@ from headrace.launch.hosts.columns import EngineColumns
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
 from headrace.launch.interleaving import read_interleaving
-from headrace.launch.lending import AnyCores, OwnCores, cores
+from headrace.launch.lending import AnyCores, OwnCores, make_cores
 from headrace.launch.starts import EngineStart, RecordedEngine
 from headrace.models.config import ModelConfig
 from headrace.models.gpus import describe_place
@@ -78,17 +78,17 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
     order to shut down. This is the main function of an engine's process."""
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
-    with ENGINES.load(config.kind).open(_engine_setup(start, config)) as opened:
-        where = {"device": opened.device, "weights_address": opened.address, "place": describe_place(opened.device)}
-        facts: dict[str, str | int | float] = {**where, **machine_facts(start.num_threads), **opened.facts}
+    with ENGINES.load(config.kind).open(_make_setup(start, config)) as opened:
+        location = {"device": opened.device, "weights_address": opened.address, "place": describe_place(opened.device)}
+        facts: dict[str, str | int | float] = {**location, **machine_facts(start.num_threads), **opened.facts}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
-            EngineHost(opened.core, channel, stager, _host_config(start, channel)).serve()
+            EngineHost(opened.core, channel, stager, _make_host_config(start, channel)).serve()
 
 
-def _engine_setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
+def _make_setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
     """Return the arguments with which the configured kind of engine opens its engine in this process. ``start`` are the
-    settings from the launcher."""
+    settings from the launcher, and ``config`` are the engine's own settings."""
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
@@ -158,6 +158,7 @@ class EngineHost:
         self._columns = config.columns
         self._answers = config.answers
         self._steps = 0
+        """The number of steps that the engine has made."""
         self._clock = config.clock
         self._commits: dict[int, int] = {}
         """For each version whose commit has not taken effect: the number of the order to commit it."""
@@ -167,10 +168,13 @@ class EngineHost:
         """The time since which the engine has been working, or the last report of its work; ``None`` while it is
         idle."""
         self._reported_s = 0.0
+        """The time of the last report of the engine's work."""
         self._reported_prefill_s = 0.0
+        """The total seconds of prefill at that time."""
         self._reported_busy_s = 0.0
         """The total seconds of work in the spans that were sent, without commits."""
         self._spans: list[Span] = []
+        """The spans that were not sent yet."""
 
     def serve(self) -> None:
         """Repeat three steps until the order to shut down: handle orders, make a step of the engine, and send reports.
@@ -202,9 +206,9 @@ class EngineHost:
         :data:`IDLE_S` for an order. In a replay, the result contains the orders that were recorded at this step."""
         idle = not self._core.has_work()
         if self._gate is not None and self._gate.must_wait(self._steps):
-            idle = self._gate.waits_at(self._steps)
+            idle = self._gate.awaits_message(self._steps)
         if idle:
-            self._cores.rest()
+            self._cores.mark_waiting()
             if self._channel.wait(IDLE_S) and self._busy_since is None:
                 self._busy_since = self._clock.now()  # reading a batch of requests is work
         messages: list[Message] = self._channel.receive(0)
@@ -288,7 +292,7 @@ class EngineHost:
         except ComponentDied as error:
             self._broken = error  # the step loop raises the error, which ends the process
         except HeadraceError as error:
-            return _failure(call, error)
+            return _make_failure(call, error)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the failure is the answer
             problem = f"staging version {update.version} failed: {type(error).__name__}: {error}"
             return Failure(call=call, kind="WeightsError", problem=problem, remedy="see the log")
@@ -302,7 +306,7 @@ class EngineHost:
         except HeadraceError as error:
             if message.call == ANNOUNCED:  # the controller has not sent this order and does not wait for an answer
                 self._broken = ComponentDied(error.problem, remedy=error.remedy)
-            self._channel.send(_failure(message.call, error))
+            self._channel.send(_make_failure(message.call, error))
         else:
             self._commits[message.version] = message.call
             self._answer_commits()
@@ -315,9 +319,8 @@ class EngineHost:
             self._spans.append(
                 Span(lane="engine", name="commit", start_s=now_s - report.gap_s, end_s=now_s, step=report.version)
             )
-            self._report(
-                [], now=True
-            )  # before the answer, so that the counters show the new version when the commit is answered
+            # before the answer, so that the counters show the new version when the commit is answered
+            self._report([], now=True)
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
@@ -333,7 +336,7 @@ class EngineHost:
             else:
                 scores = ScoresReply(call=message.call, logprobs_T=self._core.score(message))
         except HeadraceError as error:
-            self._channel.send(_failure(message.call, error))
+            self._channel.send(_make_failure(message.call, error))
         else:
             self._channel.send(scores)
 
@@ -346,7 +349,7 @@ class EngineHost:
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
         if not (chunks or idle or due or now):
             return
-        chunks = self._columns.stored(chunks, self._core.abort)
+        chunks = self._columns.store(chunks, self._core.abort)
         stats = self._core.stats()
         spans, self._spans = self._spans, []
         if self._busy_since is not None and (idle or due):
@@ -377,11 +380,11 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in phases if left < right]
 
 
-def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
-    """Return the configuration of the host over ``channel``. It contains a recorder if the run records its interleaving
-    and, in a replay, also a gate for the recorded interleaving."""
+def _make_host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
+    """Return the configuration of the host over ``channel``, with the settings ``start``. It contains a recorder if the
+    run records its interleaving and, in a replay, also a gate for the recorded interleaving."""
     config = EngineHostConfig(
-        cores=cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
+        cores=make_cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
     )
     if not start.interleaving:
         return config
@@ -402,7 +405,7 @@ def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
 
 def _name_request(seed: int, run: RecordedEngine) -> str:
     """Return the name of the request with the sampling seed ``seed``, for an error text. This tries all requests of the
-    run, which is slow, and is called only after a replay has failed."""
+    recorded ``run``, which is slow, and is called only after a replay has failed."""
     for group in range(run.num_groups):
         for place in range(run.group_size):
             if episode_seed(run.seed, EpisodeKey(group, place)) == seed:
@@ -410,7 +413,7 @@ def _name_request(seed: int, run: RecordedEngine) -> str:
     return f"the request of seed {seed}"
 
 
-def _failure(call: int | None, error: HeadraceError) -> Failure:
+def _make_failure(call: int | None, error: HeadraceError) -> Failure:
     """Return the message that reports ``error`` as the answer to the order ``call``; ``None`` if it is not the answer
     to an order."""
     return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)

@@ -30,7 +30,7 @@ from headrace.base.types.messages import environment as orders
 from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.tokens import IntColumn
 from headrace.launch.channel import PartChannel
-from headrace.launch.hosts.worker import CallThreads, end_now, serve
+from headrace.launch.hosts.worker import CallThreads, kill_now, serve
 from headrace.launch.starts import EnvironmentStart
 from headrace.rollout.environments.base import AS_THE_RUN
 from headrace.rollout.environments.bridges import load_environment
@@ -129,7 +129,7 @@ class _OrderDispatcher:
             self._fail(order.call, reason, f"{error.problem}; {error.remedy}" if error.remedy else error.problem)
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
             if _is_cancelled(error) and order.call not in self.cancelled_calls:
-                end_now()  # code of an unknown episode has cancelled this task, so all episodes are repeated
+                kill_now()  # code of an unknown episode has cancelled this task, so all episodes are repeated
             self._fail(order.call, "env_error", _describe_error(error, self.source))
         finally:
             self.running.pop(order.call, None)
@@ -165,11 +165,11 @@ class _OrderDispatcher:
         else:
             future.set_exception(answer)
 
-    def _fail(self, call: int, reason: str, words: str) -> None:
+    def _fail(self, call: int, reason: str, problem: str) -> None:
         """Report that the episode of ``call`` has failed. ``reason`` is the name under which failures are counted.
-        ``words`` describes the cause; at most :data:`MAX_CAUSE_CHARS` characters of it are sent."""
-        problem = words[:MAX_CAUSE_CHARS].encode("utf-8", "replace").decode()
-        self.channel.send(EpisodeDone(call=call, reason=reason, problem=problem))
+        ``problem`` describes the cause; at most :data:`MAX_CAUSE_CHARS` characters of it are sent."""
+        text = problem[:MAX_CAUSE_CHARS].encode("utf-8", "replace").decode()
+        self.channel.send(EpisodeDone(call=call, reason=reason, problem=text))
 
 
 class _RemoteEpisode:
@@ -183,22 +183,23 @@ class _RemoteEpisode:
         """The futures of the answers for which the episode waits."""
         self._dispatcher = dispatcher
         self._call = order.call
+        """The number of the order to run the episode."""
 
     async def reply(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions = AS_THE_RUN
     ) -> Reply:
         """Return the model's answer to ``messages``. The answer may call ``tools``."""
-        query = self._query(messages=tuple(messages), tools=tuple(tools), options=options)
+        query = self._make_query(messages=tuple(messages), tools=tuple(tools), options=options)
         return await self._dispatcher.ask(query, self.open)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         """Return the model's answer after the token ids ``prompt_ids_T``."""
-        return await self._dispatcher.ask(self._query(prompt_ids_T=prompt_ids_T, options=options), self.open)
+        return await self._dispatcher.ask(self._make_query(prompt_ids_T=prompt_ids_T, options=options), self.open)
 
-    def _query(self, **what: Any) -> ModelQuery:
-        """Return a new query of this episode with the given fields and a unique number."""
+    def _make_query(self, **fields: Any) -> ModelQuery:
+        """Return a new query of this episode with the given ``fields`` and a unique number."""
         self._dispatcher.num_queries += 1
-        return ModelQuery(episode=self._call, ask=self._dispatcher.num_queries, **what)
+        return ModelQuery(episode=self._call, ask=self._dispatcher.num_queries, **fields)
 
 
 class _LoopWatchdog:
@@ -211,9 +212,12 @@ class _LoopWatchdog:
         self._channel = channel
         self._clock = clock
         self._block_s = block_s
-        self._thread = threading.get_ident()
+        self._loop_thread = threading.get_ident()
+        """The id of the thread that runs the event loop."""
         self._last_turn_s = clock.now()
+        """The time at which the event loop was last known to run."""
         self._owners: weakref.WeakKeyDictionary[asyncio.Task[Any], int] = weakref.WeakKeyDictionary()
+        """The call number of the episode that has created each task; −1 if no episode has."""
 
     def begin(self) -> None:
         """Start the thread. From now on, the episode of each new task is recorded."""
@@ -221,11 +225,11 @@ class _LoopWatchdog:
         threading.Thread(target=self._run, daemon=True, name="watch").start()
 
     def _make_task(
-        self, loop: asyncio.AbstractEventLoop, coro: Any, context: contextvars.Context | None = None, **how: Any
+        self, loop: asyncio.AbstractEventLoop, coro: Any, context: contextvars.Context | None = None, **options: Any
     ) -> asyncio.Task[Any]:
-        """Create a task for the event loop, and record the call number of the episode that creates it, or −1 if no
-        episode does. This is the loop's task factory."""
-        task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context, **how)
+        """Create a task of the coroutine ``coro`` for the event loop ``loop``, and record the call number of the
+        episode that creates it, or −1 if no episode does. This is the loop's task factory."""
+        task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, context=context, **options)
         self._owners[task] = _EPISODE_CALL.get() if context is None else context.get(_EPISODE_CALL, -1)
         return task
 
@@ -251,7 +255,7 @@ class _LoopWatchdog:
         library's own code may also wait in the task of an episode, for memory or for a lock that other episodes hold.
         In that case no episode is blamed, and the controller replaces the silent worker."""
         task = asyncio.current_task(self._loop)
-        if task is None or not _contains_user_code(sys._current_frames().get(self._thread)):
+        if task is None or not _contains_user_code(sys._current_frames().get(self._loop_thread)):
             return -1
         return self._owners.get(task, -1)
 

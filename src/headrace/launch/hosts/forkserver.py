@@ -152,7 +152,7 @@ def _set_command_line(words: str) -> None:
         ctypes.memmove(start, words.encode()[: size - 2].ljust(size - 1, b"\0") + b".", size)
 
 
-def _import() -> None:
+def _import_modules() -> None:
     """Import the modules that forked parts need. :data:`ASKS_FOR_GPUS` and, on a machine without a GPU driver,
     :data:`FOR_GPUS` are hidden in the meantime, so that they are not imported."""
     blocked: dict[str, Any] = {ASKS_FOR_GPUS: None}  # a module that is None counts as missing
@@ -173,7 +173,7 @@ def main() -> None:
     part.kill_group_on_close(lifeline)
     _set_command_line(f"{sys.executable} -m {MODULE} {sys.argv[3].rstrip('.')}")
     with no_cuda_calls(), gc_disabled():
-        _import()
+        _import_modules()
     serve(control, lifeline)
 
 

@@ -55,7 +55,9 @@ class RequestNames:
     def __init__(self) -> None:
         """Create the record without requests."""
         self._seeds: dict[int, int] = {}
+        """The seed of each request, by its id."""
         self._ids: dict[int, int] = {}
+        """The id of each request, by its seed."""
 
     def add(self, requests: Iterable[GenerateRequest]) -> None:
         """Add requests that the engine receives now."""
@@ -71,14 +73,14 @@ class RequestNames:
                 if seed is not None and self._ids.get(seed) == chunk.request_id:
                     del self._ids[seed]
 
-    def seeds(self, request_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the seeds of the requests with these ids, in order. Requests that are no longer in the engine are left
-        out."""
+    def get_seeds(self, request_ids: Iterable[int]) -> tuple[int, ...]:
+        """Return the seeds of the requests with these ids, in order. Requests that are no longer in the engine are
+        skipped."""
         return tuple(self._seeds[request_id] for request_id in request_ids if request_id in self._seeds)
 
-    def ids(self, seeds: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids of the requests with these seeds, in order. Requests that are not in the engine are left
-        out."""
+    def get_ids(self, seeds: Iterable[int]) -> tuple[int, ...]:
+        """Return the ids of the requests with these seeds, in order. Requests that are not in the engine are
+        skipped."""
         return tuple(self._ids[seed] for seed in seeds if seed in self._ids)
 
 
@@ -93,6 +95,7 @@ class DeliveryRecorder:
         self._path = path
         self._encoder = msgspec.json.Encoder()
         self._file: int | None = None
+        """The descriptor of the record; ``None`` if nothing can be recorded."""
         self._crc = 0
         """The CRC-32 of all bytes of the record."""
         try:
@@ -128,7 +131,7 @@ class DeliveryRecorder:
                 seeds = tuple(request.sampling.seed for request in requests)
                 self._names.add(requests)
             case Abort(request_ids=request_ids):
-                seeds = self._names.seeds(request_ids)
+                seeds = self._names.get_seeds(request_ids)
                 if not seeds:  # the requests had ended, so the message has no effect
                     return b""
             case Commit():
@@ -143,10 +146,10 @@ class DeliveryRecorder:
         self._crc = zlib.crc32(sealed, self._crc)
         return sealed
 
-    def _stop_recording(self, why: object) -> None:
-        """Stop recording, and write to the log that this run cannot be replayed, and why."""
+    def _stop_recording(self, reason: object) -> None:
+        """Stop recording, and write to the log that this run cannot be replayed, for the reason ``reason``."""
         self._file = None
-        sys.stderr.write(f"{self._path} cannot be written: {why}; this run cannot be replayed\n")
+        sys.stderr.write(f"{self._path} cannot be written: {reason}; this run cannot be replayed\n")
 
 
 class ReplayGate:
@@ -170,16 +173,19 @@ class ReplayGate:
     ) -> None:
         """Create the gate, which delays messages until the last commit in ``recorded`` is released. The class describes
         the arguments."""
-        last = max((place for place, each in enumerate(recorded) if each.kind is EngineInput.COMMIT), default=-1)
-        self._due = deque(recorded[: last + 1])
+        commits = (index for index, line in enumerate(recorded) if line.kind is EngineInput.COMMIT)
+        self._due = deque(recorded[: max(commits, default=-1) + 1])
         """The lines of the record, up to the last commit, whose messages were not released yet."""
         self._names = names
         self._clock = clock
         self._deadline_s = deadline_s
         self._name_request = name_request
         self._requests: dict[int, deque[GenerateRequest]] = defaultdict(deque)
-        self._others: dict[EngineInput, deque[Message]] = defaultdict(deque)
+        """The delayed requests, by their seeds."""
+        self._messages: dict[EngineInput, deque[Message]] = defaultdict(deque)
+        """All other delayed messages, by their kind."""
         self._late_since_s: float | None = None
+        """The time since which the message that is due has been missing; ``None`` if none is missing."""
 
     @property
     def open(self) -> bool:
@@ -191,10 +197,10 @@ class ReplayGate:
         """Return whether, after ``steps`` steps, a recorded message is due before the engine may make another step."""
         return bool(self._due) and self._due[0].steps <= steps
 
-    def waits_at(self, steps: int) -> bool:
+    def awaits_message(self, steps: int) -> bool:
         """Return whether a message is due after ``steps`` steps that the controller has not sent yet, so that the
         engine has to wait for it."""
-        return self.must_wait(steps) and not self._has_arrived(self._due[0])
+        return self.must_wait(steps) and not self._can_release(self._due[0])
 
     def release(self, messages: list[Message], steps: int) -> list[Message]:
         """Return the messages that the engine must handle after ``steps`` steps, from the new ``messages`` and the
@@ -204,10 +210,10 @@ class ReplayGate:
         """
         if self.open:
             return messages
-        at_once = [message for message in messages if not self._hold_back(message)]
+        at_once = [message for message in messages if not self._delay(message)]
         due: list[Message] = []
         while self.must_wait(steps):
-            if not self._has_arrived(self._due[0]):
+            if not self._can_release(self._due[0]):
                 self._check_lateness(self._due[0])
                 break
             self._late_since_s = None
@@ -225,7 +231,7 @@ class ReplayGate:
                 remedy="the record is damaged, or the engine computes something else than it did",
             )
 
-    def _hold_back(self, message: Message) -> bool:
+    def _delay(self, message: Message) -> bool:
         """Store ``message`` until its line of the record is due, and return ``True``. Return ``False`` for a message
         that passes at once, such as the order to stage. An abort is dropped, because the record contains the aborts."""
         match message:
@@ -233,33 +239,36 @@ class ReplayGate:
                 for request in requests:
                     self._requests[request.sampling.seed].append(request)
             case Commit() | ScoreTokens() | Pause() | Resume():
-                self._others[_INPUTS[type(message)]].append(message)
+                self._messages[_INPUTS[type(message)]].append(message)
             case Abort():
                 pass  # the record decides when requests are aborted
             case _:
                 return False
         return True
 
-    def _has_arrived(self, line: RecordedInput) -> bool:
-        """Return whether the controller has sent the message that ``line`` records. An abort does not have to
-        arrive."""
+    def _can_release(self, line: RecordedInput) -> bool:
+        """Return whether :meth:`_pop` can return the message that ``line`` records: whether the controller of the
+        replay has sent it and it is delayed here. An abort can always be released, because it is made from the line and
+        not received."""
+        if line.kind is EngineInput.ABORT:
+            return True
         if line.kind is EngineInput.GENERATE:
             return all(self._requests.get(seed) for seed in line.seeds)
-        return line.kind is EngineInput.ABORT or bool(self._others[line.kind])
+        return bool(self._messages[line.kind])
 
     def _pop(self, line: RecordedInput) -> Message:
         """Remove and return the message that ``line`` records and that has arrived. Raises
         :class:`~headrace.base.errors.ReplayDiffers` for a commit of another version."""
         if line.kind is EngineInput.ABORT:
-            return Abort(request_ids=self._names.ids(line.seeds))
+            return Abort(request_ids=self._names.get_ids(line.seeds))
         if line.kind is EngineInput.GENERATE:
-            found = tuple(self._requests[seed].popleft() for seed in line.seeds)
-            self._names.add(found)  # the next line may abort one of them
+            requests = tuple(self._requests[seed].popleft() for seed in line.seeds)
+            self._names.add(requests)  # the next line may abort one of them
             for seed in line.seeds:
                 if not self._requests[seed]:
                     del self._requests[seed]
-            return Generate(requests=found)
-        first = self._others[line.kind].popleft()
+            return Generate(requests=requests)
+        first = self._messages[line.kind].popleft()
         if isinstance(first, Commit) and first.version != line.version:
             raise ReplayDiffers(
                 f"after {line.steps} steps the recorded engine was told to {self._describe(line)}, and now to commit "
@@ -270,19 +279,19 @@ class ReplayGate:
 
     def _release_rest(self) -> list[Message]:
         """Remove and return all delayed messages, when the gate opens."""
-        requests = tuple(request for waiting in self._requests.values() for request in waiting)
-        others = [message for waiting in self._others.values() for message in waiting]
+        requests = tuple(request for delayed in self._requests.values() for request in delayed)
+        messages = [message for delayed in self._messages.values() for message in delayed]
         self._requests.clear()
-        self._others.clear()
-        return [*([Generate(requests=requests)] if requests else []), *others]
+        self._messages.clear()
+        return [*([Generate(requests=requests)] if requests else []), *messages]
 
     def _check_lateness(self, line: RecordedInput) -> None:
         """Check for how long the message that ``line`` records has been late; this does not wait. Raises
         :class:`~headrace.base.errors.ReplayDiffers` if it is late by more than the deadline."""
-        now = self._clock.now()
+        now_s = self._clock.now()
         if self._late_since_s is None:
-            self._late_since_s = now
-        if line.kind is EngineInput.COMMIT or now - self._late_since_s < self._deadline_s:
+            self._late_since_s = now_s
+        if line.kind is EngineInput.COMMIT or now_s - self._late_since_s < self._deadline_s:
             return  # a commit may wait for a long step of the learner, which has its own deadline
         names = ", ".join(self._name_request(seed) for seed in list(self._requests)[:3])
         instead = f"; {len(self._requests)} others are there, of {names} …" if names else ""

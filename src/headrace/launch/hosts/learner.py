@@ -1,5 +1,5 @@
-"""The process of the learner, or of one of its ranks. It executes orders one after the other. A thread hashes new
-versions while the next batch is trained, and another thread writes the checkpoints of several ranks.
+"""The process of the learner, or of one of its ranks. It executes orders sequentially. A thread hashes new versions
+while the next batch is trained, and another thread writes the checkpoints of several ranks.
 
     controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
 
@@ -54,7 +54,7 @@ from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import EXIT_RANK_LOST
 from headrace.launch.hosts.batches import ReadBatch, ResultsStore, read, read_outline
 from headrace.launch.hosts.facts import machine_facts
-from headrace.launch.lending import AnyCores, cores
+from headrace.launch.lending import AnyCores, make_cores
 from headrace.launch.starts import LearnerStart, StoreStart
 from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
@@ -134,7 +134,7 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
     }
     orders.channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts))
     with gc_frozen(), ThreadPoolExecutor(max_workers=1, thread_name_prefix="announce") as announcer:
-        host = LearnerHost(core, weights, orders, announcer, cores(start.lending))
+        host = LearnerHost(core, weights, orders, announcer, make_cores(start.lending))
         with heartbeat(orders.channel, context.progress):
             host.serve(context.progress)
     weights.close()
@@ -179,23 +179,25 @@ class OrderStream:
         self.ranks = ranks
         self._columns = columns
         self._results = ResultsStore(columns)
+        """The store for the results of large steps."""
         self._codec = MessageCodec(Message)
+        """The codec of the messages that rank 0 sends to the other ranks."""
 
     def receive(self) -> Iterator[Order]:
-        """Yield the controller's orders one after the other; an order that arrives in parts is put together first. All
-        ranks receive the same orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of an
-        order is missing."""
+        """Yield the controller's orders as they arrive; an order that arrives in parts is put together first. All ranks
+        receive the same orders. This never ends. Raises :class:`~headrace.base.errors.RunError` if a part of an order
+        is missing."""
         parts = PartCollector(Divided)
-        for message in self._messages():
+        for message in self._receive_messages():
             order = parts.add(message) if isinstance(message, MessagePart) else message
             del message  # the last part must not stay in memory while the order is executed
             if order is not None:
                 yield order
             del order
 
-    def _messages(self) -> Iterator[Message]:
-        """Yield the controller's messages one after the other. All ranks receive the same messages. This never ends.
-        A message is not kept here after it was yielded: it may be a large part of a batch."""
+    def _receive_messages(self) -> Iterator[Message]:
+        """Yield the controller's messages as they arrive. All ranks receive the same messages. This never ends. A
+        message is not stored here after it was yielded: it may be a large part of a batch."""
         while True:
             arrived = self._wait_for_messages()
             while arrived:
@@ -233,11 +235,11 @@ class OrderStream:
         if self.ranks.is_leader:
             self.channel.send(message)
 
-    def with_stored_results(self, report: StepReport) -> StepReport:
+    def store_results(self, report: StepReport) -> StepReport:
         """Return the report of a step as the controller receives it. On rank 0, results for very many tokens are
         written into the store, and a reference takes their place. Other ranks write nothing, because only rank 0
         answers."""
-        return self._results.stored(report) if self.ranks.is_leader else report
+        return self._results.store(report) if self.ranks.is_leader else report
 
     def answer_divided(self, message: Trained | LogprobsReply) -> None:
         """Send ``message``, an answer of any size, to the controller in parts if this is rank 0; otherwise do
@@ -255,9 +257,13 @@ class PublishedBuffers:
         """Open the buffers of the transport ``route`` for the tensors of ``model``: on every rank if each rank sends
         its own parts, and otherwise on rank 0. All ranks must call this at the same time."""
         self._tensors = weight_tensors(model)
+        """The tensors of the model, by name; with several ranks, the parts of this rank."""
         self._is_whole = isinstance(ranks, SingleRank)
+        """Whether this process has all weights."""
         self._sent_boxes: TensorBoxes | None = None
+        """The parts of tensors that this rank sends; ``None`` if rank 0 sends everything."""
         self.publisher: Publisher | None = None
+        """The publisher of this rank; ``None`` if it has none."""
         if sent_by_every_rank(route):
             shares = assign_boxes(self._tensors, ranks)
             self._sent_boxes = shares[ranks.rank]
@@ -309,18 +315,20 @@ class LearnerHost:
         self._cores = cores
         self._clock = RealClock()
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        """The thread in which checkpoints are written."""
         self._saving: Future[None] | None = None
+        """The work of that thread; ``None`` before the first checkpoint."""
 
     def serve(self, progress: Progress) -> None:
-        """Execute orders one after the other, each shown in ``progress``. Return after the order to shut down, when the
-        last checkpoint is written."""
+        """Execute orders sequentially, each shown in ``progress``. Return after the order to shut down, when the last
+        checkpoint is written."""
         with self._saver:
             self._serve(progress)
             self._wait_for_saving()
 
     def _serve(self, progress: Progress) -> None:
-        """Execute orders one after the other, each shown in ``progress``. Return on the order to shut down."""
-        self._cores.rest()
+        """Execute orders sequentially, each shown in ``progress``. Return on the order to shut down."""
+        self._cores.mark_waiting()
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
@@ -328,22 +336,22 @@ class LearnerHost:
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             del message  # it may hold a batch, and the parts of the next order arrive while this loop waits
-            self._cores.rest()
+            self._cores.mark_waiting()
 
     def _handle(self, message: Order) -> None:
         """Execute one order of the controller, and answer it with the result. The order to publish has a second answer,
         which a thread sends when the version is announced."""
         match message:
             case Train(call=call, outline=outline):
-                found = self._orders.read_outline(outline)
+                loaded = self._orders.read_outline(outline)
                 outline.release()  # the batch has copies of its columns
-                report = self._orders.with_stored_results(found.complete_report(self._core.train(found.batch)))
+                report = self._orders.store_results(loaded.complete_report(self._core.train(loaded.batch)))
                 self._orders.answer_divided(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                found = self._orders.read(batch)
-                if found.lost:
-                    raise StoreError(found.lost[0].why, remedy="look at the folder 'columns' of the run's directory")
-                self._orders.answer_divided(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
+                loaded = self._orders.read(batch)
+                if loaded.lost:
+                    raise StoreError(loaded.lost[0].why, remedy="look at the folder 'columns' of the run's directory")
+                self._orders.answer_divided(LogprobsReply(call=call, logprobs_N=self._core.logprobs(loaded.batch)))
             case Publish():
                 self._publish(message)
             case Resend():
@@ -422,7 +430,11 @@ class LearnerHost:
     def _announce_to_engines(self, update: WeightUpdate, order: Publish) -> WeightUpdate:
         """Send the announcement of ``update`` to the engines that ``order`` names, and return ``update`` with the
         addresses of these engines. Engines that the weights have not reached are left to the controller."""
-        addresses = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed_by)
+        addresses = tuple(
+            orders_address
+            for orders_address, weights_address in order.announce_to.items()
+            if weights_address not in update.missed_by
+        )
         update = msgspec.structs.replace(update, announced_to=addresses)
         # No engine has an unread announcement: the engines in step have staged the last version.
         self._orders.channel.send_to(addresses, Announce(update=update, commit=order.commit))

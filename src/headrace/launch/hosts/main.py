@@ -36,31 +36,36 @@ from headrace.launch.starts import (
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
-    """Read the briefing ``directory``/``part``.json, which contains the settings of the part named ``part``, and run
-    the part until the order to shut down. Return the exit code: 0, ``EXIT_REPORTED`` if the part has reported an error
-    to the controller, or 1 if it could not connect to the controller."""
+    """Run the part named ``part``, one of the processes of a run, until the controller orders it to shut down.
+
+    The settings of the part are in the file ``directory``/``part``.json, the briefing. ``lifeline`` is the file
+    descriptor of a pipe: the run's secret token is read from it first, and this process is killed when the other end is
+    closed. Return the exit code of the process: 0, ``EXIT_REPORTED`` if the part has reported an error to the
+    controller, or 1 if it could not connect to the controller.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
     read_token(lifeline)  # before the thread starts that treats any byte as the end of the controller
     die_with_starter(lifeline)
     with gc_disabled():
         briefing = read_briefing(directory / f"{part}.json")
-        receives, run = _resolve_role(briefing.start)
+        message_type, run = _resolve_role(briefing.start)
     try:
-        channel = PartChannel(briefing.addresses, receives)
+        channel = PartChannel(briefing.addresses, message_type)
     except HeadraceError as error:  # without a channel, the error can only be written to the log
         sys.stderr.write(f"{error}\n")
         return 1
     try:
         run(channel)
     except HeadraceError as error:
-        channel.send(_failure(type(error).__name__, error.problem, error.remedy))
+        channel.send(_make_failure(type(error).__name__, error.problem, error.remedy))
         return EXIT_REPORTED
     except Exception as error:  # noqa: BLE001 - the edge of the process: the controller tells the user
         traceback.print_exc()
-        place = _place(briefing.start)
-        where = f" ({place})" if place else ""
-        problem = f"{part}{where} failed: {type(error).__name__}: {error}"
-        channel.send(_failure("ComponentDied", problem, f"the traceback is in logs/{part}.log of the run directory"))
+        gpus = _describe_gpus(briefing.start)
+        name = f"{part} ({gpus})" if gpus else part
+        problem = f"{name} failed: {type(error).__name__}: {error}"
+        remedy = f"the traceback is in logs/{part}.log of the run directory"
+        channel.send(_make_failure("ComponentDied", problem, remedy))
         return EXIT_REPORTED
     finally:
         channel.close()
@@ -93,8 +98,9 @@ def _resolve_role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
             return rollout.Message, lambda channel: run_rollout(start, channel)
 
 
-def _place(start: Start) -> str:
-    """Return the GPUs, with their machine, on which a part with the settings ``start`` computes; empty for others."""
+def _describe_gpus(start: Start) -> str:
+    """Return the GPUs, with their machine, on which a part with the settings ``start`` computes, in words; empty if it
+    uses no GPU."""
     match start:
         case EngineStart(engine=settings) | LearnerStart(learner=settings):
             from headrace.models.gpus import describe_place  # workers need no models
@@ -103,8 +109,9 @@ def _place(start: Start) -> str:
     return ""
 
 
-def _failure(kind: str, problem: str, remedy: str) -> Failure:
-    """Return the message that reports a failure of the whole process. ``kind`` is the name of the error's class."""
+def _make_failure(kind: str, problem: str, remedy: str) -> Failure:
+    """Return the message that reports a failure of the whole process. ``kind`` is the name of the error's class;
+    ``problem`` and ``remedy`` are its texts."""
     problem, remedy = (
         text.encode("utf-8", "replace").decode() for text in (problem, remedy)
     )  # the text of an exception may be invalid Unicode

@@ -27,7 +27,7 @@ from headrace.flow.ledger.bundles import split_by_tokens
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
-from headrace.launch.hosts.shard_environment import ShardWorkers, workers_of
+from headrace.launch.hosts.shard_environment import ShardWorkers, open_workers
 from headrace.launch.hosts.worker import serve
 from headrace.launch.rollouts import REQUESTS_BITS
 from headrace.launch.starts import RolloutStart, ShardEnvironment
@@ -36,8 +36,9 @@ from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import SingleTurn
 from headrace.rollout.siblings import OnEnded, SiblingRunner
 
-MOST_REPORTED_TOKENS = 1 << 20
-"""The most tokens of episodes in one report, unless a single episode has more; they take about 16 MiB."""
+MAX_REPORTED_TOKENS = 1 << 20
+"""The largest number of tokens of episodes in one report, unless a single episode has more; their message has about 16
+MiB."""
 
 
 def run_rollout(start: RolloutStart, channel: PartChannel) -> None:
@@ -55,7 +56,7 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
             return
         directory = Path(channel.addresses.orders.removeprefix("ipc://")).parent
         notes = _Notes(channel)
-        async with workers_of(start.environment, start.sampling, directory, notes.add) as workers:
+        async with open_workers(start.environment, start.sampling, directory, notes.add) as workers:
             await _run_shard(start, channel, workers, notes.send)
     except BaseExceptionGroup as group:
         raise _first_error(group) from None
@@ -83,32 +84,33 @@ async def _run_shard(
             await serve(channel, shard.handle, on_ready=ready)
 
 
-def _agents(environment: ShardEnvironment | None) -> Agents:
-    """Return the agents that may answer in an episode. None of them has its own engine."""
+def _make_agents(environment: ShardEnvironment | None) -> Agents:
+    """Return the agents that may answer in an episode of ``environment``. None of them has its own engine."""
     if environment is None:
         return POLICY_ALONE
     return Agents(known=frozenset(environment.agents), adapters=environment.adapters)
 
 
 class _Notes:
-    """The warnings of a shard's workers, which are sent to the controller. Those from the time before the shard is
-    ready, such as that a worker has died and is started again, wait until it is: no message may precede that report."""
+    """The warnings of a shard's workers, which are sent to the controller. Warnings from the time before the shard is
+    ready, such as that a worker has died and is started again, are delayed until it is ready, because no message may
+    precede that report."""
 
     def __init__(self, channel: PartChannel) -> None:
-        """Send over ``channel``."""
+        """Create the object without warnings. ``channel`` leads to the controller."""
         self._channel = channel
         self._early: list[str] | None = []
-        """The warnings that wait; ``None``: the shard is ready."""
+        """The delayed warnings; ``None`` when the shard is ready."""
 
     def add(self, text: str) -> None:
-        """Send the warning ``text``, or keep it until :meth:`send`."""
+        """Send the warning ``text``, or store it until :meth:`send` if the shard is not ready."""
         if self._early is None:
             self._channel.send(Noted(text=text))
         else:
             self._early.append(text)
 
     def send(self) -> None:
-        """Send the warnings that wait. From now on each is sent at once."""
+        """Send the delayed warnings. From now on every warning is sent at once."""
         early, self._early = self._early or [], None
         for text in early:
             self.add(text)
@@ -128,16 +130,19 @@ class RolloutShard:
     def __init__(
         self, start: RolloutStart, channel: PartChannel, answers: AnswerListener, workers: ShardWorkers | None
     ) -> None:
-        """Create a shard with the settings ``start``, which reports over ``channel`` and receives the chunks of engines
-        through ``answers``. ``workers`` contains the environment; ``None`` means that each episode is one answer to its
-        prompt."""
+        """Create a shard with the settings ``start``. It receives orders and reports episodes over ``channel``, and
+        receives the chunks of engines through ``answers``. ``workers`` are the workers of the environment; ``None``
+        means that the environment needs no workers, because each episode is one answer to its prompt."""
         self._channel, self._answers = channel, answers
         self._answers_address = answers_address(channel.addresses)
+        """The address to which engines send the chunks of this shard's requests."""
         self._deadline_s = start.deadline_s
+        """The longest time to wait for an engine's answer, in seconds."""
         clock = RealClock()
         self.fleet = Fleet(clock)
         """The engines, with the states that the controller has sent."""
         self._clients: dict[str, EngineClient] = {}
+        """The client of each connected engine, by the engine's name."""
         self._addresses: dict[str, str] = {}
         """The address at which each engine receives orders. A restarted engine has a new address."""
         self._by_number: dict[int, EngineClient] = {}
@@ -145,7 +150,8 @@ class RolloutShard:
         self._turns = RunningTurns(
             lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, max_unrecorded=start.record_tokens
         )
-        runner = EpisodeRunner(
+        """The running turns, whose new tokens are sent to the controller, which records them."""
+        self._runner = EpisodeRunner(
             engine=self.fleet,
             env=SingleTurn() if workers is None else workers.pool,
             sampling=start.sampling,
@@ -153,15 +159,18 @@ class RolloutShard:
             on_tokens=lambda _: None,
             on_part=self._turns.add,
             note=lambda text: channel.send(Noted(text=text)),
-            agents=_agents(start.environment),
+            agents=_make_agents(start.environment),
             chat=None if workers is None else workers.chat,
             limits=EpisodeLimits(**start.limits),
             timeout_s=start.timeout_s,
             retries=start.retries,
         )
-        self._runner, self._siblings = runner, SiblingRunner.of(runner)
+        self._siblings = SiblingRunner.from_runner(self._runner)
+        """The runner of whole groups; ``None`` if each episode has to run alone."""
         self._calls: dict[int, asyncio.Task[None]] = {}
+        """The task that executes each order to run episodes, by the number of the order."""
         self._running: dict[EpisodeKey, Withdrawal] = {}
+        """The handle that ends each running episode early."""
 
     async def listen(self) -> None:
         """Pass the chunks of engines to the requests that wait for them. This ends only by cancellation."""
@@ -197,8 +206,8 @@ class RolloutShard:
             self._turns.forget(EpisodeKey(order.group, place))
 
     def _update_engine(self, update: EngineStateChange) -> None:
-        """Set the state of an engine to the state that the controller has sent: connect to a new engine, and disconnect
-        from one that has left."""
+        """Set the state of an engine to ``update``, the state that the controller has sent: connect to a new engine,
+        and disconnect from an engine that has left."""
         known_address = self._addresses.get(update.name)
         if known_address is not None and known_address != update.orders:  # the engine has left, or was started again
             self._remove_engine(update.name)
@@ -223,7 +232,7 @@ class RolloutShard:
         """Remove an engine that has died. Its requests continue on other engines."""
         client = self._clients.pop(name)
         del self._addresses[name]
-        self._by_number = {number: other for number, other in self._by_number.items() if other is not client}
+        self._by_number = {number: known for number, known in self._by_number.items() if known is not client}
         self.fleet.remove(name)
         client.close()
 
@@ -234,7 +243,7 @@ class RolloutShard:
             """Report episodes that have ended together."""
             for episode in ended:
                 self._turns.forget(episode.key)
-            for episodes in split_by_tokens(ended, MOST_REPORTED_TOKENS):
+            for episodes in split_by_tokens(ended, MAX_REPORTED_TOKENS):
                 self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(episodes)))
 
         if order.together and self._siblings is not None:
@@ -246,7 +255,8 @@ class RolloutShard:
                 group.create_task(self._run_one(key, order.task, partial_turns, report))
 
     async def _run_one(self, key: EpisodeKey, task: Task, partial_turns: Sequence[TokenChunk], report: OnEnded) -> None:
-        """Run one episode, continuing from its recorded tokens ``partial_turns``, and call ``report`` with it."""
+        """Run the episode ``key`` of ``task``, continuing from its recorded tokens ``partial_turns``, and call
+        ``report`` with it."""
         episode = await self._runner.run(key, task, self._running[key], partial_turns)
         del self._running[key]  # an ended episode cannot be withdrawn any more
         await report([episode])

@@ -49,7 +49,7 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     most ``concurrency`` of the component's requests are scored at a time."""
     section: AnyReward = _SECTION.validate_python(start.reward)
     threads = _start_threads(min(section.concurrency, MAX_THREADS))
-    at_once = asyncio.Semaphore(section.concurrency)
+    gate = asyncio.Semaphore(section.concurrency)
     reward = section.grader(threads)
     if isinstance(reward, RewardFunction) and start.columns is not None:
         reward.signature.refuse_missing(reward.name, start.columns, by_turn=section.by_turn)
@@ -57,7 +57,7 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
     async def score(order: ScoreCompletions | ScoreTogether) -> None:
         """Score the completions of one order and send the result. This waits until fewer than ``concurrency`` other
         orders are being scored. When the reward is first called, a report is sent that the call has begun."""
-        async with at_once:
+        async with gate:
             scored = await _score(reward, order, lambda: channel.send(Started(call=order.call)))
         channel.send(scored)
 
@@ -69,8 +69,8 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
 
 
 async def _score(reward: Grader, order: ScoreCompletions | ScoreTogether, on_start: Callable[[], None]) -> Scored:
-    """Return the answer to an order, for which the reward is called once, or once for each completion. ``on_start`` is
-    called when the first call begins."""
+    """Return the answer to ``order``, for which the grader ``reward`` is called once, or once for each completion.
+    ``on_start`` is called when the first call begins."""
     if isinstance(order, ScoreCompletions):
         scores = [await reward.score(order, on_start)]
     else:
@@ -82,9 +82,9 @@ async def _score(reward: Grader, order: ScoreCompletions | ScoreTogether, on_sta
     calls = tuple(
         CallScores(rewards=each.rewards, error=each.failure, metrics=each.metrics, extra=each.extra) for each in scores
     )
-    return Scored(call=order.call, calls=calls, mean_s=_mean_s(reward))
+    return Scored(call=order.call, calls=calls, mean_s=_get_mean_s(reward))
 
 
-def _mean_s(reward: Grader) -> float:
+def _get_mean_s(reward: Grader) -> float:
     """Return the mean duration of a call of the reward in seconds; infinite if it is not measured."""
     return reward.times.mean_s if isinstance(reward, TimedGrader) else math.inf

@@ -18,7 +18,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool
-from headrace.launch.environments import endpoint_of, make_pool
+from headrace.launch.environments import make_pool, plan_endpoint
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart, ShardEnvironment
 from headrace.models import load_tokenizer
@@ -27,7 +27,7 @@ from headrace.rollout import Chat
 from headrace.rollout.environments import EnvConfig
 
 LOOK_S = 1.0
-"""Seconds between two looks at the states of the workers."""
+"""Seconds between two checks of the states of the workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +57,11 @@ class _WorkerStarter:
     """The starter of a shard's environment workers. Their sockets are in the directory of the run's sockets."""
 
     def __init__(self, site: Rendezvous) -> None:
-        """Start workers with the directories and the token ``site``."""
+        """Create the starter of workers that use the directories and the token of ``site``."""
         self._site = site
         self._starter = LocalStarter()
         self._numbers = itertools.count()
+        """The numbers of the workers that will be started."""
         self.children: list[Child] = []
         """The workers, ended ones included until another worker is started."""
 
@@ -69,18 +70,18 @@ class _WorkerStarter:
         # with the process id, so that a restarted shard does not use the sockets of workers that are still ending
         name = f"environment-{os.getpid()}-{next(self._numbers)}"
 
-        def peer(channel: ControllerChannel) -> EnvPeer:
+        def make_peer(channel: ControllerChannel) -> EnvPeer:
             """Return the peer of the worker."""
             return EnvPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
 
-        spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
+        spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=make_peer)
         child = await Child.start(self._site, spec, self._starter)
         self.children[:] = [*(each for each in self.children if not each.closed), child]
         return child
 
 
 @asynccontextmanager
-async def workers_of(
+async def open_workers(
     start: ShardEnvironment, sampling: Sampling, directory: Path, warn: Callable[[str], None]
 ) -> AsyncIterator[ShardWorkers]:
     """Start the workers that ``start`` describes, with their sockets in ``directory``, and yield them when they are
@@ -100,7 +101,7 @@ async def workers_of(
         starter.start,
         start_timeout_s=start.start_timeout_s,
         warn=warn,
-        listening=endpoint_of(env, sampling, frozenset(start.agents), LocalStarter.host_address),
+        listening=plan_endpoint(env, sampling, frozenset(start.agents), LocalStarter.host_address),
     )
     async with asyncio.TaskGroup() as group:
         keeping = group.create_task(pool.keep())
@@ -112,5 +113,5 @@ async def workers_of(
                 f"the environment workers did not start within {start.start_timeout_s:g} s",
                 remedy="look at their logs in the run directory; raise launch.start_timeout_s",
             ) from None
-        yield ShardWorkers(pool=pool, chat=Chat.of(tokenizer, endings, env.tool_parser), children=starter.children)
+        yield ShardWorkers(pool=pool, chat=Chat.create(tokenizer, endings, env.tool_parser), children=starter.children)
         keeping.cancel()

@@ -112,13 +112,13 @@ def _load(kind: str, entry: str, options: str) -> _LoadedEnvironment:
     if kind == "bridge" or kind in ENVIRONMENTS:
         return _LoadedEnvironment(rollout=load_environment(kind, entry, json.loads(options), threads))
     if kind == "reward":
-        return _LoadedEnvironment(rollout=_reward_rollout(load_reward(entry, threads)))
+        return _LoadedEnvironment(rollout=_make_reward_rollout(load_reward(entry, threads)))
     uncopyable: list[str] = []
-    rollout = load_entry(kind, entry, threads, adapt=lambda found: _with_copy_check(found, uncopyable))
+    rollout = load_entry(kind, entry, threads, adapt=lambda target: _add_copy_check(target, uncopyable))
     return _LoadedEnvironment(rollout=rollout, uncopyable=uncopyable)
 
 
-def _reward_rollout(function: RewardFunction) -> Rollout:
+def _make_reward_rollout(function: RewardFunction) -> Rollout:
     """Return a rollout that tests a reward function: it requests an answer to the row's prompt, and scores the
     answer."""
 
@@ -134,26 +134,26 @@ def _reward_rollout(function: RewardFunction) -> Rollout:
         request = ScoreCompletions(call=0, prompt=prompt, completions=(answer,), row=dict(row), completion_ids=ids)
         scores = await function.score(request)
         if scores.failure:
-            reason, _, words = scores.failure.partition(": ")
-            raise EpisodeError(words, remedy="fix the reward", reason=reason)
+            reason, _, problem = scores.failure.partition(": ")
+            raise EpisodeError(problem, remedy="fix the reward", reason=reason)
         return Episode(reward=scores.rewards[0])
 
     return attempt
 
 
-def _with_copy_check(found: Any, uncopyable: list[str]) -> Any:
-    """Return a subclass of the :class:`Env` class ``found`` that checks its attributes when an object of it is closed:
-    descriptions of attributes that cannot be copied are appended to ``uncopyable``. If ``found`` is not an :class:`Env`
-    class, it is returned unchanged."""
-    if not (isinstance(found, type) and issubclass(found, Env)):
-        return found
+def _add_copy_check(target: Any, uncopyable: list[str]) -> Any:
+    """Return a subclass of the :class:`Env` class ``target`` that checks its attributes when an object of it is closed:
+    descriptions of attributes that cannot be copied are appended to ``uncopyable``. If ``target`` is not an
+    :class:`Env` class, it is returned unchanged."""
+    if not (isinstance(target, type) and issubclass(target, Env)):
+        return target
 
-    class Watched(found):  # type: ignore[misc]
+    class Watched(target):  # type: ignore[misc]
         def close(self) -> Any:
             uncopyable.extend(_find_uncopyable(self))
             return super().close()
 
-    Watched.__name__ = Watched.__qualname__ = found.__name__
+    Watched.__name__ = Watched.__qualname__ = target.__name__
     return Watched
 
 
@@ -185,7 +185,9 @@ class _Lateness:
         """Begin without a delay."""
         self._clock = RealClock()
         self._measured_s = self._clock.now()
+        """The time of the last call of :meth:`measure`."""
         self.worst_s = 0.0
+        """The largest delay so far, in seconds."""
 
     def measure(self) -> float:
         """Measure the delay since the last call, and return the largest delay so far, in seconds."""
@@ -200,7 +202,9 @@ class _LatenessWatch:
     def __init__(self) -> None:
         """Create the thread without starting it."""
         self.lateness = _Lateness()
-        self._over = threading.Event()
+        """The delays of the thread."""
+        self._stopped = threading.Event()
+        """Set when the context ends, which stops the thread."""
         self._thread = threading.Thread(target=self._run, daemon=True, name="lateness")
 
     def __enter__(self) -> Self:
@@ -210,9 +214,9 @@ class _LatenessWatch:
 
     def __exit__(self, *_: object) -> None:
         """Stop the thread, without waiting for its end."""
-        self._over.set()
+        self._stopped.set()
 
     def _run(self) -> None:
         """Measure the delay of the thread every :data:`CHECK_S` seconds until the context ends."""
-        while not self._over.wait(CHECK_S):
+        while not self._stopped.wait(CHECK_S):
             self.lateness.measure()

@@ -36,13 +36,13 @@ async def serve(
     forget_token()
     on_ready()
     async with asyncio.TaskGroup() as calls:
-        async for order in _orders(channel):
+        async for order in _receive_orders(channel):
             if isinstance(order, Shutdown):
-                end_now()
+                kill_now()
             handle(order, calls)
 
 
-async def _orders(channel: PartChannel) -> AsyncIterator[Any]:
+async def _receive_orders(channel: PartChannel) -> AsyncIterator[Any]:
     """Yield the controller's orders as they arrive. A thread waits for them, so that the event loop is not blocked."""
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     while True:
@@ -63,10 +63,10 @@ class CallThreads(ThreadPoolExecutor):
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
             sys.stderr.write(f"this worker ends, for it can make no more calls: {error}\n")
-            end_now()
+            kill_now()
 
 
-def end_now() -> Never:
+def kill_now() -> Never:
     """Kill this process and all processes that it has started, at once. User code that never returns cannot prevent
     this."""
     os.killpg(0, signal.SIGKILL)

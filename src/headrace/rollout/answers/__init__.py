@@ -15,10 +15,10 @@ PARSERS = Registry[Callable[[], Parser]](
 )
 """The constructors of parsers, by the names of ``env.tool_parser``."""
 
-__all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "parser_for", "split_reasoning"]
+__all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "make_parser", "split_reasoning"]
 
 
-def parser_for(name: str, template: str) -> Parser:
+def make_parser(name: str, template: str) -> Parser:
     """Return a new parser of the kind ``name``. For ``auto``, the kind is chosen by the text of the chat
     ``template``."""
     if name == "auto":

@@ -67,8 +67,11 @@ class ContentFilter:
         """Create a filter for an answer without text so far. ``parser`` decides which text is certainly content."""
         self._parser = parser
         self._has_content = False
+        """Whether content was returned, so that the delayed text is not the beginning of the answer."""
         self._held: list[str] = []
+        """The pieces of the delayed text, in order."""
         self._num_held = 0
+        """The number of characters of the delayed text."""
         self._parse_at = 0
         """The number of delayed characters from which the parser is called again."""
 
@@ -148,7 +151,7 @@ class ReasoningFilter:
         reasoning = ""
         if self._in_thought:
             thought, tag, text = (self._tag + text).partition(END_THINK)
-            reasoning = self._reasoning(thought, ended=bool(tag))
+            reasoning = self._push_thought(thought, ended=bool(tag))
             if not tag:
                 return reasoning, ""
             self._in_thought, self._blank = False, True
@@ -157,7 +160,7 @@ class ReasoningFilter:
             self._blank = not text
         return reasoning, text
 
-    def _reasoning(self, thought: str, *, ended: bool) -> str:
+    def _push_thought(self, thought: str, *, ended: bool) -> str:
         """Append ``thought`` to the reasoning and return the part of it that is certain. Line ends at its end, and text
         that may be the beginning of the closing tag, are delayed. ``ended`` says that the closing tag follows."""
         if not ended:

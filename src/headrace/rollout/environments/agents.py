@@ -28,7 +28,7 @@ class AgentSection(Section):
     """The name of the agent in a rollout, ``policy.chat(..., agent=name)``. Several agents of one role are named
     ``name/0``, ``name/1``. A program uses the name as the name of the model."""
 
-    def model_of(self, model: ModelConfig) -> ModelConfig | None:
+    def resolve_model(self, model: ModelConfig) -> ModelConfig | None:
         """Return the model settings of the agent's frozen weights, for a run that trains ``model``; ``None`` if the
         policy under training answers for the agent."""
         raise NotImplementedError
@@ -45,7 +45,7 @@ class TrainedAgent(AgentSection):
     kind: Literal["trained"] = "trained"
     """Selects the policy under training."""
 
-    def model_of(self, model: ModelConfig) -> ModelConfig | None:
+    def resolve_model(self, model: ModelConfig) -> ModelConfig | None:
         """Return ``None``, because the policy under training answers."""
         return None
 
@@ -59,7 +59,7 @@ class FrozenAgent(AgentSection):
     kind: Literal["frozen"] = "frozen"
     """Selects the weights with which the run begins."""
 
-    def model_of(self, model: ModelConfig) -> ModelConfig | None:
+    def resolve_model(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the policy's model with the weights with which the run begins."""
         return model.keep_policy_adapter()
 
@@ -75,7 +75,7 @@ class AdapterAgent(AgentSection):
     path: str = Field(min_length=1)
     """The directory of the adapter, as peft or a run with ``model.lora`` writes it."""
 
-    def model_of(self, model: ModelConfig) -> ModelConfig | None:
+    def resolve_model(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the trained model with this agent's adapter in place of the run's adapter."""
         from headrace.models.lora import read_lora_config
 
@@ -93,7 +93,7 @@ class ModelAgent(AgentSection):
     path: str = Field(min_length=1)
     """The directory of the model, such as a snapshot of another run."""
 
-    def model_of(self, model: ModelConfig) -> ModelConfig | None:
+    def resolve_model(self, model: ModelConfig) -> ModelConfig | None:
         """Return the settings of the trained model with this agent's directory and without an adapter."""
         return model.model_copy(update={"path": self.path, "lora": None})
 

@@ -76,7 +76,7 @@ class OpenEpisode(Answering, Protocol):
         ...
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Return how many tokens the model would read to answer these messages."""
+        """Return how many tokens the model would read to answer ``messages`` if it is offered ``tools``."""
         ...
 
     def spell(self, token: int) -> str:
@@ -84,8 +84,8 @@ class OpenEpisode(Answering, Protocol):
         ...
 
     def restart(self) -> None:
-        """Discard the conversation before a further attempt, after a failure that the model did not cause. Equal
-        requests then receive the same answers again."""
+        """Discard the conversation before another attempt, after a failure that the model did not cause. Equal requests
+        then receive the same answers again."""
         ...
 
 
@@ -112,7 +112,7 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
 class Environment(Protocol):
     """An environment that attempts tasks. All episodes share one instance, so it stores no state of an episode."""
 
-    asks_prompt: bool
+    begins_with_prompt: bool
     """Whether an episode begins with exactly the prompt of its task."""
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
@@ -124,7 +124,7 @@ class Environment(Protocol):
 class SingleTurn:
     """An environment in which the model reads the prompt and answers once."""
 
-    asks_prompt = True
+    begins_with_prompt = True
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         """Sample one answer to the prompt of ``task``. The returned outcome contains no reward, so the run's reward

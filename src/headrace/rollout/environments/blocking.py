@@ -22,12 +22,13 @@ _CALLS = frozenset(
 """The full names of functions that block."""
 
 
-def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
-    """Return the line number, the called function and the enclosing function of every blocking call in an ``async
-    def``. With a ``name``, only the definition of that name and the definitions that it uses are searched.
+def find_blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str]]:
+    """Return the line number, the called function and the enclosing function of every blocking call in an ``async def``
+    of ``tree``, the syntax tree of a file. With a ``name``, only the definition of that name and the definitions that
+    it uses are searched.
 
     >>> code = "from time import sleep as nap\\nasync def step():\\n    nap(1)\\n    def later(): nap(2)\\n"
-    >>> blocking_calls(ast.parse(code))
+    >>> find_blocking_calls(ast.parse(code))
     [(3, 'time.sleep', 'step')]
     """
     names = _import_names(tree)
@@ -69,7 +70,7 @@ def _import_names(tree: ast.Module) -> dict[str, str]:
 
 def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
     """Yield the calls in the body of an ``async`` function that run in the event loop. Calls in nested functions are
-    left out."""
+    skipped."""
     pending: list[ast.AST] = [*function.body]
     while pending:
         node = pending.pop()

@@ -22,7 +22,7 @@ from headrace.rollout.environments.interface import Env
 from headrace.rollout.environments.policy import EpisodePolicy
 from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 
-Found = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
+BridgedEnvironment = Callable[[], Env] | Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Any]]
 """What a bridge returns: a constructor of an environment, called for every episode, or an ``async def rollout(task,
 policy)``."""
 
@@ -32,7 +32,7 @@ class Bridge:
     """The description of a bridge and its library. It can be read without importing the library. The bridge has the
     name of its entry point."""
 
-    make: Callable[[str, dict[str, Any]], Found]
+    make: Callable[[str, dict[str, Any]], BridgedEnvironment]
     """The function ``make(what, options)`` that imports the library and returns the environment. ``what`` is the part
     of ``env.entry`` after the slash, and ``options`` is ``env.options``."""
     example: str
@@ -58,7 +58,8 @@ def load_environment(
     kind: str, entry: str, options: Mapping[str, Any], executor: Executor, *, own_namespace: bool = True
 ) -> Rollout:
     """Import the environment that ``env.kind``, ``env.entry`` and ``env.options`` name, and return a function that
-    attempts a row. This is called in the worker that runs the environment. ``own_namespace`` applies to programs.
+    attempts a row. This is called in the worker that runs the environment. Plain functions of the environment run in
+    ``executor``. ``own_namespace`` (``env.own_namespace``) applies to programs.
 
     Raises :class:`~headrace.base.errors.EnvError` or :class:`~headrace.base.errors.ConfigError` if the environment
     cannot be used.
@@ -95,8 +96,8 @@ def find_bridge(entry: str) -> tuple[Bridge, str]:
 
 
 def load_bridge(entry: str, options: Mapping[str, Any], executor: Executor) -> Rollout:
-    """Import the environment that ``entry`` names, and return a function that attempts a row. This is called in the
-    worker that runs the environment.
+    """Import the environment that ``entry`` names, create it with ``options``, and return a function that attempts a
+    row. This is called in the worker that runs the environment. Plain functions of the environment run in ``executor``.
 
     Raises :class:`~headrace.base.errors.EnvError` if its library refuses the entry or the options.
     """

@@ -203,7 +203,7 @@ class EnvConfig(Section):
         return self.concurrency or (32 if self.kind == "program" else 256)
 
     @property
-    def most_processes(self) -> int:
+    def max_processes(self) -> int:
         """The largest number of processes that each worker may have started at once."""
         return self.processes or (16 * self.episodes_at_once if self.kind == "program" else 256)
 

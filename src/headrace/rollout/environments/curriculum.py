@@ -154,19 +154,29 @@ class Curriculum:
         or in dataset order without ``shuffle``."""
         self._config = config
         self._seed = seed
-        self._limit = None if epochs is None else epochs * num_rows
+        self._num_groups = None if epochs is None else epochs * num_rows
+        """The number of groups of the run; ``None`` if it is not limited."""
         self.num_rest = round(config.rest * num_rows)
         """The number of groups for which a row may rest."""
         self._weights = np.array([config.unseen, config.hard, config.target, config.easy])
+        """The weight of a row in each pool, by the index of the pool."""
         order_R = np.random.default_rng([seed, 0]).permutation(num_rows) if shuffle else np.arange(num_rows)
         self._last_R = np.empty(num_rows, np.int64)
-        self._last_R[order_R] = np.arange(num_rows) - num_rows  # unseen rows are negative, in the order of choice
+        """The number of the last group that attempted each row. Unseen rows have negative numbers, in the order in
+        which they are to be chosen."""
+        self._last_R[order_R] = np.arange(num_rows) - num_rows
         self._rate_R = np.full(num_rows, np.nan)
+        """The running solve rate of each row; NaN for unseen rows."""
         self._pool_R = np.full(num_rows, _UNSEEN)
+        """The index of the pool of each row."""
         self._wakes_R = np.zeros(num_rows, np.int64)
+        """The number of the first group for which each row may be chosen again."""
         self._waiting: list[GroupOutcome] = []
+        """Outcomes that are not used yet, because no later version was committed since their groups were admitted."""
         self._next_number = 0
+        """The number of the next group."""
         self._open: set[int] = set()
+        """The numbers of groups that have no outcome yet and were not dropped."""
 
     def pick(self, number: int, version: int) -> int | None:
         """Return the index of the row that group ``number`` attempts, given the committed ``version``; ``None`` after
@@ -175,7 +185,7 @@ class Curriculum:
         Call this method in the order of the group numbers. A call takes time proportional to the number of rows: 1 ms
         for 100,000 rows.
         """
-        if self._limit is not None and number >= self._limit:
+        if self._num_groups is not None and number >= self._num_groups:
             return None
         self._use_outcomes(version)
         row = self._oldest(self._candidates_R(number))
@@ -235,7 +245,8 @@ class Curriculum:
     def _use_outcomes(self, version: int) -> None:
         """Update solve rates, pools and resting rows with the outcomes of groups that were admitted under versions
         before ``version``, in the order of the groups' numbers. All other outcomes are kept for later."""
-        usable = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
+        usable = [outcome for outcome in self._waiting if outcome.version < version]
+        usable.sort(key=lambda outcome: outcome.number)
         if not usable:
             return
         self._waiting = [outcome for outcome in self._waiting if outcome.version >= version]

@@ -122,7 +122,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` if a row has more or fewer fields than the header of its file."""
+    """Raise :class:`~headrace.base.errors.DataError` if ``row``, which ``reader`` has read from the file ``path``, has
+    more or fewer fields than the header of the file."""
     if None in row or None in row.values():
         columns = len(reader.fieldnames or ())
         raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="fix that line")
@@ -161,14 +162,16 @@ class RowOrder:
         self._seed = seed
         self._shuffle = shuffle
         self._epoch = -1
+        """The epoch whose order is in ``_rows``; -1 for dataset order."""
         self._rows = np.arange(num_rows)
+        """The indices of all rows in the order of that epoch."""
 
     def __call__(self, number: int) -> int | None:
         """Return the index of the row that group ``number`` attempts; ``None`` after the last epoch."""
-        epoch, place = divmod(number, self._num_rows)
+        epoch, position = divmod(number, self._num_rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None
         if self._shuffle and epoch != self._epoch:
             self._rows = np.random.default_rng([self._seed, epoch]).permutation(self._num_rows)
             self._epoch = epoch
-        return int(self._rows[place])
+        return int(self._rows[position])

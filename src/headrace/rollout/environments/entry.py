@@ -17,7 +17,7 @@ from headrace.base.types.chat import Message, Reply
 from headrace.rollout.environments.interface import Env, StepResult, as_messages
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.program import Program
-from headrace.rollout.environments.tools import call_tools, in_thread, tool_functions
+from headrace.rollout.environments.tools import call_tools, make_tools, run_in_thread
 
 K = TypeVar("K")
 Rollout = Callable[[Mapping[str, Any], EpisodePolicy], Awaitable[Episode]]
@@ -39,7 +39,7 @@ def load_entry(
     Raises :class:`~headrace.base.errors.EnvError` if the file cannot be loaded, or if the object is of another kind.
     """
     if kind == "program":
-        return partial(_program, Program(shlex.split(reference), own_namespace=own_namespace))
+        return partial(_run_program, Program(shlex.split(reference), own_namespace=own_namespace))
     path, name = find_in_file(reference, "env.entry")
     try:
         target = vars(load_file(path))[name]
@@ -57,9 +57,10 @@ def _describe(target: Any) -> str:
     return "another class" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
-def _env(target: Any, reference: str, executor: Executor) -> Rollout:
-    """Return the rollout function for an environment class. Raises :class:`~headrace.base.errors.EnvError` if
-    ``target`` is not a class that inherits :class:`Env`."""
+def _load_env(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for ``target``, the environment class that ``reference`` (``env.entry``) names. Its
+    plain methods run in ``executor``. Raises :class:`~headrace.base.errors.EnvError` if ``target`` is not a class that
+    inherits :class:`Env`."""
     if not (isinstance(target, type) and issubclass(target, Env)):
         raise EnvError(
             f"env.entry={reference!r} is {_describe(target)}, and env.kind='env' needs a class that inherits "
@@ -71,15 +72,15 @@ def _env(target: Any, reference: str, executor: Executor) -> Rollout:
     return as_rollout(target, executor)
 
 
-def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
-    """Return a coroutine function that attempts a row with ``found``. ``found`` is an ``async def rollout(task,
-    policy)`` or a constructor of an :class:`Env`."""
-    return _checked_rollout(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
+def as_rollout(target: Callable[..., Any], executor: Executor) -> Rollout:
+    """Return a coroutine function that attempts a row with ``target``, which is an ``async def rollout(task, policy)``
+    or a constructor of an :class:`Env`. Plain methods of the environment run in ``executor``."""
+    return _checked_rollout(target) if inspect.iscoroutinefunction(target) else partial(_play, target, executor)
 
 
-def _rollout(target: Any, reference: str, executor: Executor) -> Rollout:
-    """Return the rollout function for ``target``, the async function that ``env.entry`` names. Raises
-    :class:`~headrace.base.errors.EnvError` for anything else."""
+def _load_rollout(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for ``target``, the async function that ``reference`` (``env.entry``) names. Raises
+    :class:`~headrace.base.errors.EnvError` for anything else. ``executor`` is not used by an async function."""
     if not inspect.iscoroutinefunction(target) or len(inspect.signature(target).parameters) < 2:
         raise EnvError(
             f"env.entry={reference!r} is {_describe(target)}, and env.kind='rollout' needs an async function of two "
@@ -101,11 +102,11 @@ def _checked_rollout(target: Callable[..., Awaitable[Any]]) -> Rollout:
     return attempt
 
 
-_KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "rollout": _rollout}
+_KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _load_env, "rollout": _load_rollout}
 """The function that loads ``env.entry``, by ``env.kind``."""
 
 
-async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+async def _run_program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """Run ``program`` as one episode of ``task``, and return an episode with the rewards that the program printed.
     ``policy`` contains the address at which the program reaches the model."""
     result = await program.run(task, policy.variables)
@@ -117,18 +118,20 @@ async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePol
     return Episode(reward=as_reward(result.get("reward")), agent_rewards=_as_rewards(agent_rewards))
 
 
-async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Run one episode of an environment: reset, then answers and steps until the episode is done or its budget is
-    spent. ``kind`` constructs the environment; its plain methods run in ``executor``. Return the episode with the
-    reward of each answer."""
+async def _play(
+    make_env: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy
+) -> Episode:
+    """Run one episode of an environment: reset with ``task``, then answers of ``policy`` and steps until the episode is
+    done or its budget is spent. ``make_env`` constructs the environment; its plain methods run in ``executor``. Return
+    the episode with the reward of each answer."""
     call = partial(_call, executor)
-    env = await call(kind)
+    env = await call(make_env)
     env.seed, env.attempt_kind = policy.seed, policy.attempt_kind
     rewards: dict[int, float] = {}
     extra: dict[int, Mapping[str, str | float]] = {}
     try:
         messages = list(as_messages(await call(env.reset, task)))
-        tools = tool_functions(env.tools)
+        tools = make_tools(env.tools)
         while True:
             reply = await _next_answer(policy, messages, list(env.tools))
             if reply is None:
@@ -194,17 +197,17 @@ def _as_episode(returned: Episode) -> Episode:
 
 
 def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
-    """Return ``values`` with every reward as a finite number, by the same keys. Rewards that are ``None`` are left
-    out."""
+    """Return ``values`` with every reward as a finite number, by the same keys. Rewards that are ``None`` are
+    omitted."""
     return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
 
 
 async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a plain or ``async`` function of the user without blocking the event loop, and return its result. Plain
-    functions run in ``executor``."""
+    """Call ``function``, a plain or ``async`` function of the user, with ``arguments`` without blocking the event loop,
+    and return its result. Plain functions run in ``executor``."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
-    returned = await in_thread(executor, partial(function, *arguments))
+    returned = await run_in_thread(executor, partial(function, *arguments))
     return await returned if inspect.isawaitable(returned) else returned
 
 

@@ -76,29 +76,29 @@ class Env:
         """Release all resources. This is called once at the end of every episode, whether it succeeded or failed."""
 
 
-def as_messages(given: Messages) -> tuple[Message, ...]:
-    """Return the given messages as records.
+def as_messages(messages: Messages) -> tuple[Message, ...]:
+    """Return ``messages`` as records.
 
     >>> [(message.role, message.content) for message in as_messages("hello")]
     [('user', 'hello')]
     """
-    if isinstance(given, str):
-        return (Message(role="user", content=given),)
-    if isinstance(given, Message | Mapping):
-        return (as_message(given),)
-    if not isinstance(given, Sequence):
-        raise _message_error(f"messages are a {type(given).__name__}, not a list")
-    return tuple(as_message(each) for each in given)
+    if isinstance(messages, str):
+        return (Message(role="user", content=messages),)
+    if isinstance(messages, Message | Mapping):
+        return (as_message(messages),)
+    if not isinstance(messages, Sequence):
+        raise _message_error(f"messages are a {type(messages).__name__}, not a list")
+    return tuple(as_message(message) for message in messages)
 
 
-def as_message(given: Any) -> Message:
-    """Return one message as a record. Raises :class:`~headrace.base.errors.EpisodeError` for an invalid message."""
-    if isinstance(given, Message):
-        given = msgspec.structs.asdict(given)  # the record was not validated: its fields are checked below
-    if not isinstance(given, Mapping):
-        raise _message_error(f"a message is a {type(given).__name__}, not a dict")
-    tree = {**given, "content": given.get("content") or ""}
-    tree["tool_calls"] = [_flatten_call(call) for call in given.get("tool_calls") or ()]
+def as_message(message: Any) -> Message:
+    """Return ``message`` as a record. Raises :class:`~headrace.base.errors.EpisodeError` for an invalid message."""
+    if isinstance(message, Message):
+        message = msgspec.structs.asdict(message)  # the record was not validated: its fields are checked below
+    if not isinstance(message, Mapping):
+        raise _message_error(f"a message is a {type(message).__name__}, not a dict")
+    tree = {**message, "content": message.get("content") or ""}
+    tree["tool_calls"] = [_flatten_call(call) for call in message.get("tool_calls") or ()]
     if tree.get("role") not in ROLES:
         raise _message_error(f"a message has the role {str(tree.get('role'))[:40]!r}; known are {', '.join(ROLES)}")
     unknown = tree.keys() - set(Message.__struct_fields__)

@@ -22,7 +22,7 @@ Tools = Sequence[Tool | Callable[..., Any]]
 
 
 class Options(TypedDict, total=False):
-    """The options of one answer. An option that is left out has the value of the run."""
+    """The options of one answer. An option that is not given has the value of the run."""
 
     max_new_tokens: int
     """The largest number of tokens of the answer, at most ``engine.max_new_tokens``."""
@@ -62,7 +62,8 @@ class EpisodePolicy:
         default executor of the event loop. The other arguments become attributes."""
         self._episode = episode
         self._executor = executor
-        self._functions: dict[Callable[..., Any], ToolFunction | DescribedTool] = {}
+        self._tools: dict[Callable[..., Any], ToolFunction | DescribedTool] = {}
+        """The tools that were created so far, by their functions."""
         self.seed = episode.seed
         """A seed for random draws of the rollout. It differs between the episodes of a run, and is the same when the
         run is repeated."""
@@ -78,16 +79,16 @@ class EpisodePolicy:
     @property
     def base_url(self) -> str:
         """The URL at which clients of OpenAI's and of Anthropic's protocol reach this episode."""
-        return self._variable("ANTHROPIC_BASE_URL")
+        return self._get_variable("ANTHROPIC_BASE_URL")
 
     @property
     def api_key(self) -> str:
         """The key that authorizes requests to this episode at :attr:`base_url`."""
-        return self._variable("ANTHROPIC_API_KEY")
+        return self._get_variable("ANTHROPIC_API_KEY")
 
-    def _variable(self, name: str) -> str:
-        """Return a variable of the episode's HTTP endpoint. Raises :class:`~headrace.base.errors.EpisodeError` if the
-        episode has no endpoint."""
+    def _get_variable(self, name: str) -> str:
+        """Return the variable ``name`` of the episode's HTTP endpoint. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the episode has no endpoint."""
         if name not in self.variables:
             raise EpisodeError(
                 "this episode cannot be reached over HTTP", remedy="set env.kind = 'rollout' or 'program'"
@@ -101,7 +102,7 @@ class EpisodePolicy:
         Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
         """
-        descriptions = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
+        descriptions = [tool if isinstance(tool, Tool) else self._get_tool(tool).tool for tool in tools]
         return await self._episode.reply(as_messages(messages), descriptions, _as_options(options))
 
     async def sample(self, ids: Sequence[int], **options: Unpack[Options]) -> Reply:
@@ -109,16 +110,17 @@ class EpisodePolicy:
         return await self._episode.sample(np.asarray(ids, np.int32), _as_options(options))
 
     async def call_tools(self, message: Message, tools: Sequence[Callable[..., Any]]) -> list[Message]:
-        """Call the functions that ``message`` calls, and return their answers as messages to append. Plain functions
-        run in a thread. If a function raises an error, the error text is its answer."""
-        functions = {tool.tool.name: tool for tool in map(self._function, tools)}
-        return await call_tools(message, functions, self._executor)
+        """Call the functions that ``message`` calls, which must be among ``tools``, and return their answers as
+        messages to append. Plain functions run in a thread. If a function raises an error, the error text is its
+        answer."""
+        tools_by_name = {tool.tool.name: tool for tool in map(self._get_tool, tools)}
+        return await call_tools(message, tools_by_name, self._executor)
 
-    def _function(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:
+    def _get_tool(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:
         """Return the tool with the description of ``function``. It is created once per episode and then cached."""
-        if function not in self._functions:
-            self._functions[function] = as_tool(function)
-        return self._functions[function]
+        if function not in self._tools:
+            self._tools[function] = as_tool(function)
+        return self._tools[function]
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,7 +135,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     reward, compared with the agents of the same role in the group. ``reward`` is then used for metrics and filters
     only; if it is unset, it is the mean over the agents whose answers carry loss."""
     trained: Sequence[Reply] | None = None
-    """The answers that carry loss; ``None`` means all of them. Answers that are left out carry no loss, for the reason
+    """The answers that carry loss; ``None`` means all of them. All other answers carry no loss, for the reason
     ``not_chosen``."""
     extra: Mapping[int, Mapping[str, str | float]] = {}
     """Columns about an answer that are shown with the episode, by ``reply.turn``. If a program requests the answers and

@@ -74,7 +74,7 @@ class Program:
                 code = await process.wait()
             await _wait_closed(out_tail, err_tail)
         if code != 0:
-            raise _failed(f"it {_exit_text(code)}{_quoted_output(err_tail)}", "fix the program")
+            raise _program_error(f"it {_exit_text(code)}{_quoted_output(err_tail)}", "fix the program")
         return _last_json(out_tail.text())
 
     @asynccontextmanager
@@ -92,7 +92,7 @@ class Program:
                     stderr=outputs[1], pass_fds=(read_end,), start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
-                raise _failed(f"it cannot be started: {error}", "fix env.command") from None
+                raise _program_error(f"it cannot be started: {error}", "fix env.command") from None
             finally:
                 for output in outputs:
                     output.close()
@@ -130,6 +130,7 @@ class _OutputTail(asyncio.Protocol):
     def __init__(self) -> None:
         """Create a reader without data. ``closed`` is set when no process can write to the pipe any more."""
         self._kept = bytearray()
+        """The last bytes that were read, at most :data:`KEPT_BYTES`."""
         self.closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
@@ -175,13 +176,13 @@ async def _wait_closed(*tails: _OutputTail) -> None:
 def find_program(command: Sequence[str]) -> str:
     """Return the path of the executable that the first word of ``command`` names. Raises
     :class:`~headrace.base.errors.EnvError` if there is none."""
-    found = shutil.which(command[0], path=program_environment({})["PATH"])
-    if found is None:
+    path = shutil.which(command[0], path=program_environment({})["PATH"])
+    if path is None:
         raise EnvError(
             f"env.command: there is no program {visible(command[0], 200)!r}",
             remedy="name one that is on the PATH, or give its path, and make it executable",
         )
-    return found
+    return path
 
 
 def refuse_missing_script(command: Sequence[str]) -> None:
@@ -203,9 +204,9 @@ def refuse_missing_script(command: Sequence[str]) -> None:
         )
 
 
-def exposed_here(*, own_namespace: bool = True) -> list[str]:
-    """Return a list with one warning if ``own_namespace`` is wanted but programs cannot have user namespaces of their
-    own on this machine; otherwise an empty list."""
+def find_namespace_warnings(*, own_namespace: bool = True) -> list[str]:
+    """Return a list with one warning if programs should run in user namespaces of their own (``own_namespace``) but
+    cannot on this machine; otherwise an empty list."""
     if not own_namespace:
         return []
     if _NAMESPACE_COMMAND:
@@ -226,8 +227,8 @@ def with_absolute_files(command: Sequence[str], directory: Path) -> list[str]:
     because a program runs in a temporary directory. The first word is replaced only if it contains a slash; otherwise
     it is searched for on the PATH."""
     return [
-        str(directory / part) if os.path.isfile(directory / part) and (place or "/" in part) else part
-        for place, part in enumerate(command)
+        str(directory / word) if os.path.isfile(directory / word) and (index or "/" in word) else word
+        for index, word in enumerate(command)
     ]
 
 
@@ -266,6 +267,6 @@ def _exit_text(code: int) -> str:
     return f"was killed by {signal.strsignal(-code) or f'signal {-code}'}"
 
 
-def _failed(text: str, remedy: str) -> EpisodeError:
+def _program_error(text: str, remedy: str) -> EpisodeError:
     """Return the error for an episode whose program failed. ``text`` is the problem."""
     return EpisodeError(f"the program of env.command failed: {text}", remedy=remedy, reason="program_failed")

@@ -137,9 +137,9 @@ class ScriptedEpisode:
     """All tools that were offered, by name."""
     reports: list[str] = field(default_factory=list)
     """The reports that the check's own code has sent."""
-    own_s: list[float] = field(default_factory=list)
-    """The time that the environment's own code took before each request but the first, in seconds."""
-    was_spent: bool = False
+    durations_s: list[float] = field(default_factory=list)
+    """The time that the environment's own code took before each request except the first, in seconds."""
+    is_exhausted: bool = False
     """Whether the environment requested more answers than ``max_answers``."""
     _answered_s: float = -1.0
     """The clock's time when the last answer was returned; -1 before the first answer."""
@@ -154,13 +154,13 @@ class ScriptedEpisode:
         """Return the script's answer. Raises :class:`~headrace.base.errors.BudgetSpent` after the last one."""
         if options.agent == REPORT:
             self.reports.append(messages[0].content)
-            return self._reply(Message(role="assistant"))
+            return self._make_reply(Message(role="assistant"))
         self.tools |= {tool.name: tool for tool in tools}
-        return self._next(tuple(messages), tools, on_piece)
+        return self._next_reply(tuple(messages), tools, on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         """Return the script's answer to a prompt of token ids."""
-        return self._next((Message(role="user", content=str(prompt_ids_T.tolist())),), (), None)
+        return self._next_reply((Message(role="user", content=str(prompt_ids_T.tolist())),), (), None)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return the number of characters of the messages. Each character counts as one token."""
@@ -173,15 +173,16 @@ class ScriptedEpisode:
     def restart(self) -> None:
         """Discard the recorded requests, for another attempt at the episode."""
         self.requests.clear()
-        self.own_s.clear()
+        self.durations_s.clear()
 
-    def _next(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
-        """Return the script's next answer, and record the time that the environment took since the last one."""
+    def _next_reply(self, messages: tuple[Message, ...], tools: Sequence[Tool], on_piece: OnPiece | None) -> Reply:
+        """Return the script's next answer to ``messages``, with calls of ``tools``, and record the time that the
+        environment took since the last one. ``on_piece`` receives the answer's content as one piece."""
         now_s = self.clock.now()
         if self._answered_s >= 0:
-            self.own_s.append(now_s - self._answered_s)
+            self.durations_s.append(now_s - self._answered_s)
         if len(self.requests) >= self.max_answers:
-            self.was_spent = True
+            self.is_exhausted = True
             raise BudgetSpent(
                 f"the episode has used up env.max_turns: it is at {self.max_answers}",
                 remedy="end it before, or raise env.max_turns",
@@ -189,13 +190,13 @@ class ScriptedEpisode:
             )
         index = len(self.requests)
         self.requests.append(messages)
-        reply = self._reply(self.script(self.row, tools, index))
+        reply = self._make_reply(self.script(self.row, tools, index))
         if on_piece is not None:
             on_piece(AnswerPiece(num_prompt_tokens=1, content=reply.message.content))
         self._answered_s = self.clock.now()
         return reply
 
-    def _reply(self, message: Message) -> Reply:
+    def _make_reply(self, message: Message) -> Reply:
         """Return a scripted message as a reply, with one token per character."""
         ids = tuple(map(ord, message.content)) or (0,)
         return Reply(

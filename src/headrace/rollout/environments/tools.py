@@ -43,8 +43,9 @@ class ToolFunction:
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function))
         description, arguments = _read_docstring(inspect.getdoc(function) or "")
         name = function.__name__ if inspect.isroutine(function) else type(function).__name__
-        self._arguments = _arguments_model(name, function, arguments)
-        schema = self._arguments.model_json_schema()
+        self._arguments_model = _make_arguments_model(name, function, arguments)
+        """The pydantic model that validates the arguments of a call."""
+        schema = self._arguments_model.model_json_schema()
         schema.pop("title", None)
         for each in schema.get("properties", {}).values():
             each.pop("title", None)
@@ -55,20 +56,22 @@ class ToolFunction:
         """Call the function with the arguments of ``call``, and return its answer as a message: the returned value, or
         the error in the call or in the function. A plain function runs in ``executor``."""
         try:
-            given = self._arguments.model_validate_json(call.arguments or "{}", strict=False)
+            validated = self._arguments_model.model_validate_json(call.arguments or "{}", strict=False)
         except pydantic.ValidationError as error:
-            return _failed(call, "; ".join(map(_validation_text, error.errors(include_url=False, include_input=False))))
-        arguments = {name: given.__dict__[name] for name in type(given).model_fields}
+            return _error_answer(
+                call, "; ".join(map(_validation_text, error.errors(include_url=False, include_input=False)))
+            )
+        arguments = {name: validated.__dict__[name] for name in type(validated).model_fields}
         try:
             bound = functools.partial(self._function, **arguments)
             if self._is_async:
                 returned = await bound()
             else:
-                returned = await in_thread(executor, bound)
+                returned = await run_in_thread(executor, bound)
         except BaseException as error:
             if being_cancelled():  # the tool may raise CancelledError too
                 raise
-            return _failed(call, f"{type(error).__name__}: {error}")
+            return _error_answer(call, f"{type(error).__name__}: {error}")
         return Message(role="tool", content=_as_text(returned), tool_call_id=call.id, name=call.name)
 
 
@@ -90,19 +93,19 @@ class DescribedTool:
 async def call_tools(
     message: Message, tools: Mapping[str, ToolFunction | DescribedTool], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
-    """Execute the tool calls in ``message`` one after the other, and return their answers. ``tools`` are the tools by
-    name; plain functions run in ``executor``. The answer to a call of an unknown tool is an error text."""
+    """Execute the tool calls in ``message`` sequentially, and return their answers. ``tools`` are the tools by name;
+    plain functions run in ``executor``. The answer to a call of an unknown tool is an error text."""
     answers: list[Message] = []
     for call in message.tool_calls:
         tool = tools.get(call.name)
         if tool is None:
-            answers.append(_failed(call, f"there is no tool {call.name!r}; there are: {', '.join(tools)}"))
+            answers.append(_error_answer(call, f"there is no tool {call.name!r}; there are: {', '.join(tools)}"))
         else:
             answers.append(await tool(call, executor))
     return answers
 
 
-def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
+def make_tools(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
     """Return the given functions as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two tools have
     the same name."""
     tools = [as_tool(function) for function in functions]
@@ -117,12 +120,12 @@ def as_tool(function: Callable[..., Any]) -> ToolFunction | DescribedTool:
     return function if isinstance(function, DescribedTool) else ToolFunction(function)
 
 
-def _arguments_model(
+def _make_arguments_model(
     name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
 ) -> type[pydantic.BaseModel]:
-    """Return a pydantic model of a tool's arguments, built from the signature of its function. ``descriptions`` are the
-    descriptions of the arguments in the docstring. Raises :class:`~headrace.base.errors.EnvError` for parameters that a
-    call cannot name."""
+    """Return a pydantic model of the arguments of the tool ``name``, built from the signature of ``function``.
+    ``descriptions`` are the descriptions of the arguments in the docstring. Raises
+    :class:`~headrace.base.errors.EnvError` for parameters that a call cannot name."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -148,8 +151,8 @@ def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
     for line in rest.splitlines():
         if line and not line[0].isspace():
             break  # the next section begins
-        if found := _ARGUMENT.match(line):
-            arguments[found[1]] = found[2].strip()
+        if match := _ARGUMENT.match(line):
+            arguments[match[1]] = match[2].strip()
     description = re.split(r"\n\s*(?:Returns|Raises|Yields|Examples?):\s*\n", head)[0]
     return " ".join(description.split()), arguments
 
@@ -165,18 +168,18 @@ def _as_text(returned: Any) -> str:
 
 def _validation_text(problem: Mapping[str, Any]) -> str:
     """Return one validation error of pydantic in words: the name of the argument, and what is wrong with it."""
-    place = ".".join(map(str, problem["loc"]))
-    return f"{place}: {problem['msg']}" if place else str(problem["msg"])
+    argument = ".".join(map(str, problem["loc"]))
+    return f"{argument}: {problem['msg']}" if argument else str(problem["msg"])
 
 
-def _failed(call: ToolCall, text: str) -> Message:
+def _error_answer(call: ToolCall, text: str) -> Message:
     """Return the answer to a call that could not be executed or that failed. The model reads ``text`` as an error
     message."""
     text = f"error: {text}"[:2000].encode("utf-8", "replace").decode()
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name, failed=True)
 
 
-async def in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
+async def run_in_thread(executor: Executor | None, call: Callable[[], T]) -> T:
     """Run ``call`` in a thread of ``executor`` and return its result. If the caller is cancelled, wait for the thread
     before ending, because until then the thread still uses its objects."""
     running = asyncio.get_running_loop().run_in_executor(executor, _call_for_future, call)

@@ -74,7 +74,7 @@ class ScoringContext(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerState = msgspec.field(default_factory=TrainerState)
     """The progress of the run."""
 
-    def at(self, index: int) -> ScoringContext:
+    def select(self, index: int) -> ScoringContext:
         """Return the context of the single completion with the index ``index``."""
         return msgspec.structs.replace(self, completion_ids=self.completion_ids[index : index + 1])
 
@@ -87,8 +87,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The result of scoring several completions."""
 
     rewards: tuple[float | None, ...]
-    """One reward per completion; empty if scoring failed. ``None`` means that the function wants the completion to be
-    left out."""
+    """One reward per completion; empty if scoring failed. ``None`` means that the function excludes the completion."""
     failure: str = ""
     """``reason: description`` if scoring failed; empty otherwise. The reason is ``reward_error``, ``reward_nan``,
     ``reward_timeout`` or ``reward_crashed``."""
@@ -100,7 +99,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The values that the function logged with ``log_extra``, as the columns of each completion; empty if there are
     none."""
 
-    def of(self, index: int) -> Graded:
+    def get_graded(self, index: int) -> Graded:
         """Return the result for the completion with the index ``index``. Metrics belong to no single completion, and
         are part of the result with index 0."""
         if self.graded:
@@ -199,8 +198,8 @@ class TimedGrader(Protocol):
     """The durations of its calls, without the time in the queue."""
 
     async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
-        """Score requests of one completion each, one after the other, and return the scores of each. A grader that
-        calls functions in threads uses one thread for all of them: to change threads takes longer than a short call.
+        """Score ``requests`` of one completion each sequentially, and return the scores of each. A grader that calls
+        functions in threads uses one thread for all of them, because changing threads takes longer than a short call.
         ``on_start`` is called, from any thread, when the first call begins."""
         ...
 
@@ -270,7 +269,7 @@ class RewardSection(Section):
         if self.clamp is not None and self.clamp[0] >= self.clamp[1]:
             raise ConfigError(
                 f"env.rewards {self.label!r} has clamp={list(self.clamp)}: nothing could differ",
-                remedy="write clamp = [least, greatest]",
+                remedy="write clamp = [smallest, largest]",
             )
         if self.over_turns != "mean" and not self.by_turn:
             raise ConfigError(

@@ -17,7 +17,7 @@ from pydantic import Field
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import Grader, RewardSection
-from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, column
+from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, get_column
 from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits, run_python
 from headrace.rollout.scoring.sandbox.base import MIB
 
@@ -106,8 +106,8 @@ class CodeReward(RewardSection):
     def grade(self, request: ScoreCompletions) -> float:
         """Return the fraction of tests that the program in the completion passes, from 0 to 1. Without ``partial``, a
         program that fails any test earns 0."""
-        tests = read_tests(column(request, self.tests_column), self.tests_column)[: self.max_tests]
-        code = code_in(request.completions[0])
+        tests = read_tests(get_column(request, self.tests_column), self.tests_column)[: self.max_tests]
+        code = extract_code(request.completions[0])
         if not code.strip() or len(code) > MAX_CODE:
             return 0.0
         num_passed = 0
@@ -160,7 +160,7 @@ sys.stdout.write(word + repr(eval(open("call.py").read(), names)))
 
 def missing_guards(probe: Finished) -> dict[str, str]:
     """Return the guards that were missing in the run ``probe``, each with the reason. A missing network namespace is
-    left out if the system call filter works, because the filter also blocks network sockets."""
+    omitted if the system call filter works, because the filter also blocks network sockets."""
     missing = dict(probe.missing)
     if "system calls" not in missing:
         missing.pop("network", None)
@@ -175,11 +175,11 @@ def _refuse_not_started(finished: Finished) -> Finished:
     return finished
 
 
-def code_in(completion: str) -> str:
-    """Return the program in an answer: the last Python block in triple backquotes, or the last block of another
-    language, or the whole answer if there is no block.
+def extract_code(completion: str) -> str:
+    """Return the program in the answer ``completion``: the last Python block in triple backquotes, or the last block of
+    another language, or the whole answer if there is no block.
 
-    >>> code_in("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
+    >>> extract_code("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
     """
     blocks = _BLOCK.findall(completion)
@@ -212,10 +212,10 @@ def read_tests(cell: Any, name: str) -> list[Any]:
     return tests
 
 
-def same_text(given: str, expected: str) -> bool:
+def same_text(printed: str, expected: str) -> bool:
     """Return whether two texts are equal line by line, ignoring white space at the end of lines and at the end of the
     text."""
-    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (given, expected)]
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, expected)]
     return lines[0] == lines[1]
 
 

@@ -11,7 +11,7 @@ import pydantic
 from headrace.base.errors import ConfigError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import Grader, RewardSection
-from headrace.rollout.scoring.grading import BlockingGrader, column
+from headrace.rollout.scoring.grading import BlockingGrader, get_column
 
 
 class ExactReward(RewardSection):
@@ -34,7 +34,7 @@ class ExactReward(RewardSection):
     @pydantic.model_validator(mode="after")
     def _pattern_compiles(self) -> Self:
         """Refuse a pattern that is not a regular expression."""
-        compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
+        compile_pattern(self.pattern, f"env.rewards {self.label!r}: pattern")
         return self
 
     def columns(self) -> dict[str, str]:
@@ -52,8 +52,8 @@ class ExactReward(RewardSection):
         >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
         1.0
         """
-        expected = column(request, self.answer_column)
-        given = found(self.pattern, request.completions[0])
+        expected = get_column(request, self.answer_column)
+        given = find_match(self.pattern, request.completions[0])
         accepted = [str(each) for each in (expected if isinstance(expected, list | tuple) else [expected])]
         return float(given is not None and self._normalize(given) in [self._normalize(each) for each in accepted])
 
@@ -63,16 +63,16 @@ class ExactReward(RewardSection):
         return text.strip().casefold() if self.ignore_case else text.strip()
 
 
-def compiled(pattern: str, what: str) -> re.Pattern[str]:
-    """Return the compiled regular expression ``pattern``. Raises :class:`ConfigError` if it is invalid; ``what`` names
-    its setting in the error."""
+def compile_pattern(pattern: str, setting: str) -> re.Pattern[str]:
+    """Return the compiled regular expression ``pattern``. Raises :class:`ConfigError` if it is invalid; ``setting`` is
+    the name of its setting for the error."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"{what}={pattern!r} is not a regular expression: {error}", remedy="fix it") from None
+        raise ConfigError(f"{setting}={pattern!r} is not a regular expression: {error}", remedy="fix it") from None
 
 
-def found(pattern: str, text: str) -> str | None:
+def find_match(pattern: str, text: str) -> str | None:
     """Return the last match of ``pattern`` in ``text``: the first group of the match that is not empty, or the whole
     match. Without a pattern, return the text itself; without a match, return ``None``."""
     if not pattern:

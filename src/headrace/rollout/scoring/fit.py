@@ -14,14 +14,14 @@ from headrace.base.types.task import Task
 from headrace.rollout.scoring.base import RewardSection
 from headrace.rollout.scoring.function import FunctionReward
 from headrace.rollout.scoring.reward import split_reference
-from headrace.rollout.scoring.signature import RewardSignature, signature_in
+from headrace.rollout.scoring.signature import RewardSignature, read_signature
 
 LOOK_S = 120.0
 """The time limit for importing a reward's file, in seconds. The file is imported only if the parameters of its function
 cannot be read from its text."""
 
 
-def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
+def find_reliable_columns(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
     """Return the columns that ``reward`` can rely on: columns that every row of ``tasks`` has. For an optional reward,
     which may fail for single rows, return columns that at least one row has."""
     names = [task.row.keys() for task in tasks]
@@ -29,16 +29,16 @@ def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, thorough: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` for a reward that
-    reads a column that is missing in the rows. With ``thorough``, a file is imported, in a separate process, if its
-    text does not show the parameters of the reward function."""
+    """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` if one of ``rewards``
+    reads a column that is missing in the rows of ``tasks``. With ``thorough``, a file is imported, in a separate
+    process, if its text does not show the parameters of the reward function."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
-    signatures = {reward.ref: signature_in(*split_reference(reward.ref)) for reward in functions}
+    signatures = {reward.ref: read_signature(*split_reference(reward.ref)) for reward in functions}
     if thorough and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
-        signatures |= imported_signatures(unknown)
+        signatures |= import_signatures(unknown)
     for reward in rewards:
         _refuse_missing_cells(reward, tasks)
-        columns = columns_for(reward, tasks)
+        columns = find_reliable_columns(reward, tasks)
         if not isinstance(reward, FunctionReward):
             _refuse_unknown_columns(reward, columns)
         elif (signature := signatures[reward.ref]) is not None:
@@ -48,10 +48,10 @@ def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Tas
 
 
 def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``reward`` reads a column that some rows have and others
-    lack. The error names the first row without it."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``reward`` reads a column that some rows of ``tasks`` have
+    and others lack. The error names the first row without it."""
     for column, reader in reward.columns().items():
-        if column in columns_for(reward, tasks) or not any(column in task.row for task in tasks):
+        if column in find_reliable_columns(reward, tasks) or not any(column in task.row for task in tasks):
             continue
         row = next(task for task in tasks if column not in task.row)
         raise ConfigError(
@@ -74,11 +74,12 @@ def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> N
             )
 
 
-def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature | None]:
-    """Return the signatures of functions that can be determined only by importing their files. A separate process
-    imports the files, as scoring workers will do later. All values are ``None`` if that takes too long."""
+def import_signatures(references: Sequence[str]) -> dict[str, RewardSignature | None]:
+    """Return the signatures of the functions that ``references`` (``file.py:name``) name, which can be determined only
+    by importing their files. A separate process imports the files, as scoring workers will do later. All values are
+    ``None`` if that takes too long."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [sys.executable, "-m", "headrace.rollout.scoring.print_signatures", *references],
             capture_output=True,
             timeout=LOOK_S,
@@ -88,11 +89,12 @@ def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature 
     except subprocess.TimeoutExpired:
         return dict.fromkeys(references)
     try:
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = json.loads(completed.stdout.splitlines()[-1])
     except (ValueError, IndexError):
-        text = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        text = completed.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise EnvError(
-            f"env.reward: the process that imports {', '.join(references)} ended with code {done.returncode}: {text}",
+            f"env.reward: the process that imports {', '.join(references)} ended with code {completed.returncode}: "
+            f"{text}",
             remedy="fix the file",
         ) from None
     for each in answer.values():

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from headrace.rollout.scoring.base import RewardSection
 from headrace.rollout.scoring.reward import RewardFunction, load_reward, split_reference
-from headrace.rollout.scoring.signature import signature_in
+from headrace.rollout.scoring.signature import read_signature
 
 
 class FunctionReward(RewardSection):
@@ -28,14 +28,14 @@ class FunctionReward(RewardSection):
     def check(self) -> Self:
         """Check that the function exists, and return the section with the absolute path of its file."""
         path, name = split_reference(self.ref)
-        if (signature := signature_in(path, name)) is not None:
+        if (signature := read_signature(path, name)) is not None:
             signature.refuse_form(name, by_turn=self.by_turn)
         return self.model_copy(update={"ref": f"{path.resolve()}:{name}"})
 
     def columns(self) -> dict[str, str]:
         """Return the required parameters whose value can come only from a column of the row, as far as the text of the
         file shows them."""
-        signature = signature_in(*split_reference(self.ref))
+        signature = read_signature(*split_reference(self.ref))
         return (
             {}
             if signature is None

@@ -32,6 +32,7 @@ class BlockingGrader:
         self._grade = grade
         self._executor = executor
         self.times = CallTimes()
+        """The durations of the calls."""
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         """Grade the completion of ``request`` in a thread, and return its scores; ``on_start`` is called when the
@@ -40,8 +41,8 @@ class BlockingGrader:
         return scores
 
     async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
-        """Grade the completion of each of ``requests``, one after the other in one thread, and return the scores of
-        each; ``on_start`` is called when the thread begins."""
+        """Grade the completion of each of ``requests`` sequentially in one thread, and return the scores of each;
+        ``on_start`` is called when the thread begins."""
 
         def call_all() -> list[Scores]:
             """Report that the calls begin, then make them."""
@@ -85,7 +86,7 @@ def _scores_of_error(error: BaseException) -> Scores:
     return Scores(rewards=(), failure=f"reward_error: {words}")
 
 
-def column(request: ScoreCompletions, name: str) -> object:
+def get_column(request: ScoreCompletions, name: str) -> object:
     """Return the value of the column ``name`` in the request's row. Raises :class:`Unscorable` if the row has no such
     column."""
     if name not in request.row:

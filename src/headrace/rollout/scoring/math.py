@@ -13,7 +13,7 @@ from pydantic import Field
 from headrace.base.errors import ConfigError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import Grader, RewardSection
-from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, column
+from headrace.rollout.scoring.grading import BlockingGrader, Unscorable, get_column
 
 
 class MathReward(RewardSection):
@@ -64,7 +64,7 @@ def _build_comparison(answer_column: str) -> Callable[[ScoreCompletions], float]
     def compare(request: ScoreCompletions) -> float:
         """Return 1 if the answer is mathematically equal to the expected one, else 0. Raises :class:`Unscorable` if the
         expected answer is not an expression."""
-        expected = str(column(request, answer_column))
+        expected = str(get_column(request, answer_column))
         gold = extract(expected) or extract(f"${expected}$")
         if not gold:
             raise Unscorable(

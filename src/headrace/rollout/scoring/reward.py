@@ -20,7 +20,7 @@ from headrace.base.config.user_code import find_in_file, load_file, where
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
-from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
+from headrace.rollout.scoring.signature import NOT_COLUMNS, inspect_signature
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest absolute value of a reward, because the learner computes in float32."""
@@ -30,7 +30,7 @@ def reward_reference(function: Callable[..., Any]) -> str:
     """Return ``file.py:name`` of a function, from which a worker process can load it. Raises :class:`EnvError` for a
     function that is not at the top level of a file."""
     source = _source_file(function)
-    name = _name(function)
+    name = _get_name(function)
     if source is None or not Path(source).is_file() or not name.isidentifier():
         raise EnvError(
             f"reward function {name} cannot be loaded by another process: it is not a function of a file",
@@ -39,7 +39,7 @@ def reward_reference(function: Callable[..., Any]) -> str:
     return f"{Path(source).resolve()}:{name}"
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _get_name(function: Callable[..., Any]) -> str:
     """Return the name of a function, or of the class of a callable object, for error messages."""
     return function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
 
@@ -69,10 +69,13 @@ class RewardFunction:
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
             type(function).__call__
         )
-        self.name = _name(function)
-        self.signature = signature_of(function)
+        self.name = _get_name(function)
+        """The name of the function, for error messages."""
+        self.signature = inspect_signature(function)
+        """The parameters of the function."""
         self.by_group = self.signature.by_group
         self.times = CallTimes()
+        """The durations of the calls."""
         self.signature.refuse_form(self.name)
 
     @property
@@ -80,7 +83,7 @@ class RewardFunction:
         """The fields of :class:`ScoringContext` that the function has parameters for. Only these fields are sent to the
         worker."""
         parameters: dict[ContextField, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
-        return frozenset(field for field, name in parameters.items() if self.signature.wants(name))
+        return frozenset(field for field, name in parameters.items() if self.signature.is_passed(name))
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
         """Call the function for the completions of ``request``; every error becomes a failure of the :class:`Scores`.
@@ -89,8 +92,8 @@ class RewardFunction:
         return scores
 
     async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
-        """Call the function for each of ``requests``, one after the other, and return the scores of each. A function
-        that is not async runs in one thread for all of them. ``on_start`` is called when the first call begins."""
+        """Call the function for each of ``requests`` sequentially, and return the scores of each. A function that is
+        not async runs in one thread for all of them. ``on_start`` is called when the first call begins."""
         logs = [RewardLog(len(request.completions)) for request in requests]
         pairs = list(zip(requests, logs, strict=True))
         if self._is_async:
@@ -108,32 +111,34 @@ class RewardFunction:
     def _call(self, request: ScoreCompletions, log: RewardLog) -> Any:
         """Call a function that is not async for one request, and return its result. ``log`` receives the values that
         the function logs."""
-        arguments = self._arguments(request, log)
+        arguments = self._make_arguments(request, log)
         with self.times.measure() as call:
             returned = self._function(**arguments)
             call.counts = not inspect.isawaitable(returned)
         return returned
 
     async def _call_async(self, request: ScoreCompletions, log: RewardLog) -> Any:
-        """Call an async function for one request, and return its result."""
-        arguments = self._arguments(request, log)
+        """Call an async function for one request, and return its result. ``log`` receives the values that the function
+        logs."""
+        arguments = self._make_arguments(request, log)
         with self.times.measure():
             return await self._function(**arguments)
 
-    async def _awaited(self, returned: Awaitable[Any]) -> Any:
-        """Wait for the result of a call. If the function is not async, but returns an awaitable, such as a lambda that
-        calls an async function, the wait is what takes the time of its calls, so it is measured too."""
+    async def _await_result(self, returned: Awaitable[Any]) -> Any:
+        """Wait for the result of a call, which has returned ``returned``. If the function is not async, but returns an
+        awaitable, such as a lambda that calls an async function, the wait is what takes the time of its calls, so it is
+        measured too."""
         with nullcontext() if self._is_async else self.times.measure():
             return await returned
 
     async def _finish(
         self, returned: Any, error: BaseException | None, request: ScoreCompletions, log: RewardLog
     ) -> Scores:
-        """Return the scores of one call from what it ``returned``, which is awaited if it can be, or from the ``error``
-        that it raised."""
+        """Return the scores of one call for ``request`` from the value ``returned``, which is awaited if it is
+        awaitable, or from the ``error`` that the call raised. ``log`` contains the values that the function logged."""
         try:
             if error is None:
-                result = await self._awaited(returned) if inspect.isawaitable(returned) else returned
+                result = await self._await_result(returned) if inspect.isawaitable(returned) else returned
                 scores = _as_scores(result if self.by_group else [result], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
                 return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())
@@ -143,11 +148,12 @@ class RewardFunction:
             error = raised
         return Scores(rewards=(), failure=f"reward_error: {_describe_error(error, _source_file(self._function))}")
 
-    def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
-        """Return the keyword arguments of the call: the columns of the row, and the other values that the signature
-        accepts. A function over a group receives a list with one value per completion for each argument."""
+    def _make_arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
+        """Return the keyword arguments of the call for ``request``: the columns of the row, and the other values that
+        the signature accepts, such as the methods of ``log``. A function over a group receives a list with one value
+        per completion for each argument."""
         signature = self.signature
-        row = {key: value for key, value in request.row.items() if signature.takes(key)}
+        row = {key: value for key, value in request.row.items() if signature.accepts(key)}
         ids = [ids_T.tolist() for ids_T in request.completion_ids]
         special: dict[str, Any] = {"trainer_state": request.trainer, "log_extra": log.column, "log_metric": log.metric}
         if not self.by_group:
@@ -156,9 +162,9 @@ class RewardFunction:
             if request.turn >= 0:
                 task_values |= {"history": request.history, "turn": request.turn}
             return {
-                **{key: value for key, value in task_values.items() if signature.takes(key)},
+                **{key: value for key, value in task_values.items() if signature.accepts(key)},
                 **row,
-                **{key: value for key, value in context_values.items() if signature.wants(key)},
+                **{key: value for key, value in context_values.items() if signature.is_passed(key)},
                 "completion": request.completions[0],
             }
         count = len(request.completions)
@@ -168,7 +174,7 @@ class RewardFunction:
             completions = [[{"role": "assistant", "content": text}] for text in request.completions]
         columns = {key: [value] * count for key, value in row.items() if key not in NOT_COLUMNS}
         special |= {"prompts": [request.prompt] * count, "completions": completions, "completion_ids": ids}
-        return {**columns, **{key: value for key, value in special.items() if signature.wants(key)}}
+        return {**columns, **{key: value for key, value in special.items() if signature.is_passed(key)}}
 
 
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
@@ -254,7 +260,8 @@ class RewardLog:
     def __init__(self, num_completions: int) -> None:
         """Create an empty log for a call that scores ``num_completions`` completions."""
         self._columns: dict[str, list[Any]] = {}
-        self._num = num_completions
+        """The logged values of every column, by name: one value for each completion."""
+        self._num_completions = num_completions
         self.metrics: dict[str, list[float]] = {}
         """The logged values of every metric, by name."""
 
@@ -272,12 +279,16 @@ class RewardLog:
         """Return the logged columns of each completion. Raises :class:`ValueError` if the number of values of a column
         differs from the number of completions."""
         for column, values in self._columns.items():
-            if len(values) != self._num:
-                raise ValueError(f"log_extra({column!r}) was given {len(values)} values for {self._num} completions")
+            if len(values) != self._num_completions:
+                raise ValueError(
+                    f"log_extra({column!r}) was given {len(values)} values for {self._num_completions} completions"
+                )
         if not self._columns:
             return ()
-        places = range(self._num)
-        return tuple({name: plain_value(values[place]) for name, values in self._columns.items()} for place in places)
+        return tuple(
+            {name: plain_value(values[index]) for name, values in self._columns.items()}
+            for index in range(self._num_completions)
+        )
 
 
 def plain_value(value: Any) -> Any:

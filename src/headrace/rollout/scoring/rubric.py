@@ -58,7 +58,9 @@ class Rubric:
         """Create a rubric of ``components``, in this order. If there are several components, or if a component scores
         turns, ``on_span`` receives the span of each call, for the trace."""
         self._whole = [component for component in components if not component.section.by_turn]
+        """The components that score whole episodes."""
         self._by_turn = [component for component in components if component.section.by_turn]
+        """The components that score turns."""
         self._labels = tuple(component.label for component in components)
         self._records_spans = len(components) > 1  # a single component takes as long as the whole score
         self._clock = clock
@@ -80,11 +82,16 @@ class Rubric:
         return self._labels
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Score whole answers to a task with all components that score episodes, and return the weighted sums."""
+        """Score the whole answers ``completions`` to ``task`` with all components that score episodes, and return the
+        weighted sums. ``context`` is further information for the reward functions."""
         scores_by_label = await _gather({c.label: self._grade(c, task, completions, context) for c in self._whole})
         names_parts = len(self._labels) > 1  # a single component equals the reward
         graded = tuple(
-            self._sum(self._whole, {label: scores.of(index) for label, scores in scores_by_label.items()}, names_parts)
+            self._sum(
+                self._whole,
+                {label: scores.get_graded(index) for label, scores in scores_by_label.items()},
+                names_parts,
+            )
             for index in range(len(completions))
         )
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
@@ -92,17 +99,18 @@ class Rubric:
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
-        """Score one turn with all components that score turns, and return the weighted sum. ``history`` is the text
-        that the model read before the turn."""
+        """Score turn number ``turn`` of an attempt at ``task``, whose text is ``text``, with all components that score
+        turns, and return the weighted sum. ``history`` is the text that the model read before the turn, and ``context``
+        is further information for the reward functions."""
         calls = {
             c.label: partial(c.graders.score_turn, task, text, history, turn, context=context) for c in self._by_turn
         }
-        scores_by_label = await _gather({c.label: self._with_retries(c, calls[c.label]) for c in self._by_turn})
-        return self._sum(self._by_turn, {label: scores.of(0) for label, scores in scores_by_label.items()})
+        scores_by_label = await _gather({c.label: self._call_with_retries(c, calls[c.label]) for c in self._by_turn})
+        return self._sum(self._by_turn, {label: scores.get_graded(0) for label, scores in scores_by_label.items()})
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """Return the part of the episode's reward that each turn earned, given the scores of the turns. None of the
-        turns may have failed."""
+        """Return the part of the episode's reward that each turn earned, given the scores ``turns`` of the turns. None
+        of the turns may have failed."""
         shares = [0.0] * len(turns)
         for component in self._by_turn:
             values = [turn.parts[component.label] for turn in turns]
@@ -111,31 +119,33 @@ class Rubric:
         return shares
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """Return the value of each component over all turns of an episode, by name, without the components' weights."""
+        """Return the value of each component over all turns of an episode, by name, without the components' weights.
+        ``turns`` are the scores of the turns."""
         labels = {c.label: _SHARES[c.section.over_turns] for c in self._by_turn}
         return {label: sum(shares([turn.parts[label] for turn in turns])) for label, shares in labels.items()}
 
     async def _grade(
         self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
-        """Return one component's scores of all completions. If failed calls are repeated, each completion that can be
-        scored alone has its own call and its own retries."""
+        """Return the scores of all ``completions`` of ``task`` by ``component``. If failed calls are repeated, each
+        completion that can be scored alone has its own call and its own retries. ``context`` is further information for
+        the reward functions."""
         graders = component.graders
         if graders.by_group or len(completions) == 1 or not component.section.retries:
-            return await self._with_retries(component, partial(graders.score, task, completions, context))
+            return await self._call_with_retries(component, partial(graders.score, task, completions, context))
         calls = [
-            partial(graders.score, task, (completion,), context.at(index))
+            partial(graders.score, task, (completion,), context.select(index))
             for index, completion in enumerate(completions)
         ]
         scores_by_index = await _gather(
-            {index: self._with_retries(component, call) for index, call in enumerate(calls)}
+            {index: self._call_with_retries(component, call) for index, call in enumerate(calls)}
         )
-        graded = tuple(scores.of(0) for scores in scores_by_index.values())
+        graded = tuple(scores.get_graded(0) for scores in scores_by_index.values())
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
-    async def _with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
-        """Execute one call of a component's workers. Repeat it with growing pauses while it fails and retries are left.
-        Return the last result."""
+    async def _call_with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
+        """Execute ``call``, a call of the workers of ``component``. Repeat it with growing pauses while it fails and
+        retries are left. Return the last result."""
         pause_s, retries = FIRST_PAUSE_S, component.section.retries
         while True:
             start_s = self._clock.now()
@@ -149,8 +159,9 @@ class Rubric:
             pause_s, retries = min(2 * pause_s, LONGEST_PAUSE_S), retries - 1
 
     def _sum(self, components: Sequence[RubricPart], graded: Mapping[str, Graded], names_parts: bool = True) -> Graded:
-        """Return the weighted sum of the components of one completion. If an optional component fails or returns
-        ``None``, its default is used. ``names_parts`` says whether the result lists the values of the components."""
+        """Return the weighted sum of ``components`` for one completion. ``graded`` are their results by label. If an
+        optional component fails or returns ``None``, its default is used. ``names_parts`` says whether the result lists
+        the values of the components."""
         parts: dict[str, float] = {}
         without_reward: list[str] = []
         failures: list[str] = []
@@ -162,7 +173,7 @@ class Rubric:
                 parts[component.label] = section.default
             else:
                 (failures if graded_part.failure else without_reward).append(
-                    self._with_label(component, graded_part.failure)
+                    self._add_label(component, graded_part.failure)
                 )
         extra: dict[str, Any] = {}
         metrics: dict[str, tuple[float, ...]] = {}
@@ -183,7 +194,7 @@ class Rubric:
             metrics=metrics,
         )
 
-    def _with_label(self, component: RubricPart, failure: str) -> str:
+    def _add_label(self, component: RubricPart, failure: str) -> str:
         """Return the text of ``failure`` with the name of its component inserted, if the rubric has several components.
         An empty text stays empty."""
         if len(self._labels) == 1 or not failure:
@@ -192,12 +203,12 @@ class Rubric:
         return f"{reason}: {component.label}: {details}"
 
 
-async def _gather(answers: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
-    """Run all coroutines concurrently, and return their results by the same keys."""
-    if len(answers) == 1:  # most runs have one reward: this avoids a task per answer
-        return {key: await answer for key, answer in answers.items()}
+async def _gather(calls: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
+    """Run all coroutines ``calls`` concurrently, and return their results by the same keys."""
+    if len(calls) == 1:  # most runs have one reward: this avoids a task per call
+        return {key: await call for key, call in calls.items()}
     async with asyncio.TaskGroup() as group:
-        tasks = {key: group.create_task(answer) for key, answer in answers.items()}
+        tasks = {key: group.create_task(call) for key, call in calls.items()}
     return {key: task.result() for key, task in tasks.items()}
 
 
@@ -209,8 +220,8 @@ def _mean_shares(values: Sequence[float]) -> list[float]:
 def _min_shares(values: Sequence[float]) -> list[float]:
     """Return the share of each turn in the reward if the reward of an episode is the smallest score of its turns: the
     turn with the smallest score has all of it."""
-    least = min(range(len(values)), key=values.__getitem__, default=0)
-    return [value if index == least else 0.0 for index, value in enumerate(values)]
+    smallest = min(range(len(values)), key=values.__getitem__, default=0)
+    return [value if index == smallest else 0.0 for index, value in enumerate(values)]
 
 
 def _last_shares(values: Sequence[float]) -> list[float]:

@@ -13,13 +13,13 @@ from typing import Any
 
 from headrace.base.errors import EnvError, nearest
 
-LOGGED = ("trainer_state", "log_extra", "log_metric")
+COMMON_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments that every reward function may have."""
-OF_A_GROUP = ("prompts", "completions", "completion_ids", *LOGGED)
+GROUP_ARGUMENTS = ("prompts", "completions", "completion_ids", *COMMON_ARGUMENTS)
 """The arguments, besides columns of the row, of a function over all completions of a group, as in TRL."""
-OF_ONE = ("prompt", "completion", "completion_ids", *LOGGED)
+COMPLETION_ARGUMENTS = ("prompt", "completion", "completion_ids", *COMMON_ARGUMENTS)
 """The arguments, besides columns of the row, of a function of one completion."""
-OF_A_TURN = ("history", "turn")
+TURN_ARGUMENTS = ("history", "turn")
 """The additional arguments of a function of one completion that scores turns."""
 NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 """Names that are never passed as columns to a function over a group, as in TRL: such a function receives the lists
@@ -34,7 +34,7 @@ class RewardSignature:
     """All parameters that can be passed by name."""
     required: frozenset[str]
     """The parameters without a default value."""
-    takes_any: bool = False
+    accepts_any: bool = False
     """Whether the function accepts any name, through ``**columns``."""
     positional: tuple[str, ...] = ()
     """The required parameters that cannot be passed by name."""
@@ -49,22 +49,22 @@ class RewardSignature:
         """Whether the function has a parameter whose value is a list over all completions of a group."""
         return bool({"prompts", "completion_ids"} & set(self.names))
 
-    def takes(self, name: str) -> bool:
+    def accepts(self, name: str) -> bool:
         """Return whether the function accepts an argument called ``name``, such as a column of the row."""
-        return self.takes_any or name in self.names
+        return self.accepts_any or name in self.names
 
-    def wants(self, name: str) -> bool:
+    def is_passed(self, name: str) -> bool:
         """Return whether ``name``, an argument that is not a column, is passed to the function. Such arguments are part
         of ``**columns`` only for a function over a group, as in TRL; the ``**row`` of a function of one completion
         contains only the row."""
-        return name in self.names or (self.takes_any and self.by_group)
+        return name in self.names or (self.accepts_any and self.by_group)
 
     def passable_arguments(self, *, by_turn: bool) -> tuple[str, ...]:
         """Return the names of all arguments, other than columns of the row, that can be passed to the function.
         ``by_turn`` says that the function scores single turns."""
         if self.by_group:
-            return OF_A_GROUP
-        return (*OF_ONE, *OF_A_TURN) if by_turn else OF_ONE
+            return GROUP_ARGUMENTS
+        return (*COMPLETION_ARGUMENTS, *TURN_ARGUMENTS) if by_turn else COMPLETION_ARGUMENTS
 
     def columns(self, *, by_turn: bool) -> frozenset[str]:
         """Return the required parameters whose value can come only from a column of the row."""
@@ -114,7 +114,7 @@ class RewardSignature:
         )
 
 
-def signature_of(function: Callable[..., Any]) -> RewardSignature:
+def inspect_signature(function: Callable[..., Any]) -> RewardSignature:
     """Return the signature of a function or of a callable object. Raises :class:`~headrace.base.errors.EnvError` for a
     class."""
     if inspect.isclass(function):
@@ -129,15 +129,15 @@ def signature_of(function: Callable[..., Any]) -> RewardSignature:
     return RewardSignature(
         names=tuple(each.name for each in named),
         required=frozenset(each.name for each in named if each.default is kinds.empty),
-        takes_any=any(each.kind is kinds.VAR_KEYWORD for each in parameters),
+        accepts_any=any(each.kind is kinds.VAR_KEYWORD for each in parameters),
         positional=tuple(unnamed),
     )
 
 
-def signature_in(path: Path, name: str) -> RewardSignature | None:
-    """Return the signature of the function ``name`` from the text of its file. Return ``None`` if the signature can be
-    determined only by running the file, because the name is imported, assigned, decorated, or defined more than
-    once."""
+def read_signature(path: Path, name: str) -> RewardSignature | None:
+    """Return the signature of the function ``name`` from the text of its file ``path``. Return ``None`` if the
+    signature can be determined only by running the file, because the name is imported, assigned, decorated, or defined
+    more than once."""
     tree = ast.parse(path.read_bytes())
     definitions = [node for node in ast.walk(tree) if name in _bound_names(node)]
     if len(definitions) != 1 or definitions[0] not in tree.body:
@@ -154,7 +154,7 @@ def signature_in(path: Path, name: str) -> RewardSignature | None:
     return RewardSignature(
         names=tuple(arg.arg for arg in (*args.args, *args.kwonlyargs)),
         required=frozenset(required - set(positional)),
-        takes_any=args.kwarg is not None,
+        accepts_any=args.kwarg is not None,
         positional=positional,
     )
 

@@ -9,7 +9,7 @@ import typer
 from headrace import __version__
 from headrace.base.errors import HeadraceError
 from headrace.run.cli.commands import VerbGroup
-from headrace.run.cli.output import complain, whole_output
+from headrace.run.cli.output import complain, exit_if_output_fails
 
 app = typer.Typer(
     cls=VerbGroup,
@@ -35,7 +35,7 @@ def root(
 def main() -> None:
     """Run the program ``headrace`` with the arguments of this process. An error of Headrace's own classes is printed
     with its remedy, and the exit code is then 1; after Ctrl-C it is 130."""
-    with whole_output():
+    with exit_if_output_fails():
         try:
             app(prog_name="headrace")
         except HeadraceError as error:

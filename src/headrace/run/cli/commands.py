@@ -45,7 +45,7 @@ class Verb:
 
 def _describe_problem(registered: Any) -> str | None:
     """Return the end of a sentence that says why ``registered``, an object that a package registered as a verb, cannot
-    be used; ``None`` where it is a :class:`Verb`."""
+    be used; ``None`` if it is a :class:`Verb`."""
     return None if isinstance(registered, Verb) else f"is a {type(registered).__name__}, and not a headrace.extend.Verb"
 
 
@@ -83,7 +83,7 @@ class VerbGroup(TyperGroup):
         return sorted(places, key=lambda name: (places[name], name))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the verb ``cmd_name`` as a command of typer, or ``None`` where there is no such verb. typer calls this
+        """Return the verb ``cmd_name`` as a command of typer, or ``None`` if there is no such verb. typer calls this
         method; ``ctx``, its context, is not used.
 
         For a verb that cannot be imported, the command shows the reason in ``--help`` and as an error when it is run.

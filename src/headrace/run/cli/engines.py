@@ -30,7 +30,7 @@ from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, print_json, readable, starting, table
 
 CONNECT_S = 10.0
-"""Longest time to wait, in seconds, until the run accepts the connection, and until it has listed its engines."""
+"""The maximum time to wait, in seconds, until the run accepts the connection, and until it has listed its engines."""
 
 
 def engines(
@@ -55,22 +55,25 @@ def engines(
     The number lasts until the processes of the run end: --resume begins with engine.count engines.
     """
     starting(f"reading {run_dir}")
-    request = _request(action, what, drain)
-    address = _address(run_dir)
-    done = _outcome(run_dir, address, request, wait_s=max(wait, CONNECT_S) if action == "" else wait, quiet=as_json)
+    request = _make_request(action, what, drain)
+    address = _find_address(run_dir)
+    done = _send_request(
+        run_dir, address, request, wait_s=max(wait, CONNECT_S) if action == "" else wait, quiet=as_json
+    )
     if as_json:
         state = "done" if done is not None else "under way"
         outcome = ChangeDone(engines=()) if done is None else done
-        print_json({"run_dir": str(run_dir), "state": state, **_builtins(outcome)})
+        print_json({"run_dir": str(run_dir), "state": state, **_to_builtins(outcome)})
     elif done is None:
         console().print(f"under way after {wait:g} s: headrace engines {readable(str(run_dir))} shows it")
     else:
-        _show(done.engines)
+        _print_engines(done.engines)
 
 
-def _request(action: str, what: str, drain_s: float) -> ProgramRequest:
-    """Return the request that the arguments of the verb describe. Raises :class:`~headrace.base.errors.ConfigError` if
-    they describe none."""
+def _make_request(action: str, what: str, drain_s: float) -> ProgramRequest:
+    """Return the request that the arguments of the verb describe: ``action`` and ``what``, and ``drain_s``, the time
+    that a removed engine has to end its sequences. Raises :class:`~headrace.base.errors.ConfigError` if they describe
+    none."""
     if action not in ("", "add", "remove"):
         raise ConfigError(f"{action!r} is not something to do with engines", remedy="add, remove, or nothing to list")
     number = int(what) if what.isascii() and what.isdecimal() else None
@@ -84,35 +87,37 @@ def _request(action: str, what: str, drain_s: float) -> ProgramRequest:
     return ListEngines()
 
 
-def _address(run_dir: Path) -> str:
+def _find_address(run_dir: Path) -> str:
     """Return the path of the socket at which the run in ``run_dir`` receives requests. Raises
     :class:`~headrace.base.errors.DataError` if the directory contains no run or a run that is still starting, and
     :class:`~headrace.base.errors.RunError` if the run has ended or receives no requests."""
     from headrace.run.cli.status import read_run_state
     from headrace.run.session.directory import read_status
 
-    found = read_run_state(run_dir)
-    if found["state"] != "running":
+    state = read_run_state(run_dir)
+    if state["state"] != "running":
         raise RunError(
-            f"the run in {run_dir} has ended ({found['state']}): it has no engines any more",
+            f"the run in {run_dir} has ended ({state['state']}): it has no engines any more",
             remedy="continue it with --resume; engine.count says with how many engines",
         )
-    last = read_status(run_dir)
-    if not any(part["role"].partition("-")[0] == "engine" for part in found["components"]):
+    status = read_status(run_dir)
+    if not any(part["role"].partition("-")[0] == "engine" for part in state["components"]):
         raise RunError(
             f"the run in {run_dir} has no engines: it samples nothing",
             remedy="name the directory of a run of headrace train",
         )
-    if last is None or not last.requests:
+    if status is None or not status.requests:
         raise RunError(
             f"the run in {run_dir} receives no requests: it is ending, it was started by an older version of headrace, "
             "or the path of its temporary directory is too long for a socket",
             remedy="look at headrace status; set TMPDIR to a shorter path when the run starts again",
         )
-    return last.requests
+    return status.requests
 
 
-def _outcome(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool) -> ChangeDone | None:
+def _send_request(
+    run_dir: Path, address: str, request: ProgramRequest, *, wait_s: float, quiet: bool
+) -> ChangeDone | None:
     """Send ``request`` to the run at the socket ``address``, show the messages about its progress unless ``quiet``, and
     return the last answer of the run; ``None`` if the last answer has not arrived after ``wait_s`` seconds.
 
@@ -124,14 +129,14 @@ def _outcome(run_dir: Path, address: str, request: ProgramRequest, *, wait_s: fl
         try:
             connection.connect(address)
             connection.sendall(msgspec.json.encode(request) + b"\n")
-            return _last_answer(_answers(connection, wait_s), quiet=quiet)
+            return _await_last_answer(_receive_answers(connection, wait_s), quiet=quiet)
         except PermissionError:
-            raise _unreachable(run_dir, "only the user who has started it may change it") from None
+            raise _make_unreachable_error(run_dir, "only the user who has started it may change it") from None
         except OSError as error:
-            raise _unreachable(run_dir, str(error.strerror or error)) from None
+            raise _make_unreachable_error(run_dir, str(error.strerror or error)) from None
 
 
-def _last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone | None:
+def _await_last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone | None:
     """Show the messages about progress among ``answers`` unless ``quiet``, and return the last answer; ``None`` if the
     last answer has not arrived. Raises :class:`~headrace.base.errors.ConfigError` if the run refuses the request."""
     for answer in answers:
@@ -145,16 +150,16 @@ def _last_answer(answers: Iterator[ProgramAnswer], *, quiet: bool) -> ChangeDone
     return None
 
 
-def _unreachable(run_dir: Path, why: str) -> RunError:
-    """Return the error for a run that cannot be reached, for the reason ``why``."""
+def _make_unreachable_error(run_dir: Path, reason: str) -> RunError:
+    """Return the error for the run in ``run_dir``, which cannot be reached for ``reason``."""
     return RunError(
-        f"the run in {run_dir} cannot be asked: {why}",
+        f"the run in {run_dir} cannot be asked: {reason}",
         remedy="ask as the user of the run, on the machine of its controller; look at headrace status",
     )
 
 
-def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer]:
-    """Yield the answers of the run, until ``wait_s`` seconds have passed. Raises
+def _receive_answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer]:
+    """Yield the answers of the run, which arrive over ``connection``, until ``wait_s`` seconds have passed. Raises
     :class:`~headrace.base.errors.RunError` if the run ends before that, and :class:`~headrace.base.errors.DataError` if
     an answer cannot be decoded."""
     from headrace.base.clock import RealClock  # it imports asyncio, which the help of the program does without
@@ -181,22 +186,22 @@ def _answers(connection: socket.socket, wait_s: float) -> Iterator[ProgramAnswer
                 ) from None
 
 
-def _builtins(outcome: ChangeDone) -> dict[str, Any]:
+def _to_builtins(outcome: ChangeDone) -> dict[str, Any]:
     """Return ``outcome`` as built-in types, without the tag that it has as a message."""
     tree: dict[str, Any] = msgspec.to_builtins(outcome)
     tree.pop("type")
     return tree
 
 
-def _show(present: Sequence[EngineStatus]) -> None:
-    """Print a table of the engines."""
+def _print_engines(statuses: Sequence[EngineStatus]) -> None:
+    """Print a table of the engines with the given ``statuses``."""
     rows = table("", "engine", "pid", "state", "version", "device", "cores", "sequences", "restarts")
-    for each in present:
-        where = " on ".join(filter(None, [each.device, each.node]))
-        version = "" if each.version < 0 else str(each.version)
-        pid, cores = str(each.pid or ""), "" if each.threads is None else str(each.threads)
-        numbers = (version, where, cores, str(each.sequences), str(each.restarts or ""))
-        rows.add_row(readable(each.name), pid, readable(each.state), *numbers)
+    for status in statuses:
+        device = " on ".join(filter(None, [status.device, status.node]))
+        version = "" if status.version < 0 else str(status.version)
+        pid, cores = str(status.pid or ""), "" if status.threads is None else str(status.threads)
+        numbers = (version, device, cores, str(status.sequences), str(status.restarts or ""))
+        rows.add_row(readable(status.name), pid, readable(status.state), *numbers)
     console().print(rows)
 
 

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 HARNESSES: Registry[Callable[[Path, Sequence[str]], int]] = Registry(group="headrace.harnesses", setting="--harness")
 """Functions that run an evaluation harness on the weights of a run, with its arguments, and return its exit code."""
+SOURCE_HELP = "A run file (TOML), for its model; or a run directory, for its last checkpoint."
 TOKEN_VARIABLE = "HEADRACE_EVAL_TOKEN"
 """The environment variable with the bearer token for ``--url``: a secret must not be a command-line argument."""
 
 
 def evaluate(
-    where: Path = typer.Argument(help="A run file (TOML), for its model; or a run directory, for its last checkpoint."),
+    source: Path = typer.Argument(metavar="WHERE", help=SOURCE_HELP),
     arguments: list[str] = typer.Argument(None, help="After --: what a harness reads.", metavar="[-- ARGUMENT...]"),
     overrides: list[str] = typer.Option([], "--set", metavar="SECTION.KEY=VALUE", help=SET_HELP),
     n: int = typer.Option(None, "--n", help="Attempts at each row; unset: run.eval_samples.", show_default=False),
@@ -40,7 +41,7 @@ def evaluate(
     temperature: float = typer.Option(
         None, "--temperature", help="Unset: run.eval_temperature; 0: the most likely token.", show_default=False
     ),
-    pass_reward: float = typer.Option(1.0, "--pass-reward", help="The least reward with which an attempt passes."),
+    pass_reward: float = typer.Option(1.0, "--pass-reward", help="The smallest reward with which an attempt passes."),
     out: Path = typer.Option(
         None, "--out", help="Directory of the pages; unset: a new one, in the run's or in runs/.", show_default=False
     ),
@@ -56,9 +57,9 @@ def evaluate(
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
-    read_here = {"n": n, "set": overrides, "k": ks, "temperature": temperature, "out": out, "url": url}
-    _run_harness_if_named(harness, where, arguments or [], read_here)
-    starting(f"reading {where} and loading what an evaluation needs")
+    ignored = {"n": n, "set": overrides, "k": ks, "temperature": temperature, "out": out, "url": url}
+    _run_harness_if_named(harness, source, arguments or [], ignored)
+    starting(f"reading {source} and loading what an evaluation needs")
     from headrace.base.clock import RealClock
     from headrace.base.config.addresses import refuse_secret
     from headrace.base.heap import gc_disabled
@@ -67,38 +68,38 @@ def evaluate(
         from headrace.engine.remote import RemoteEndpoint
         from headrace.run.session import Measures
         from headrace.run.session import evaluate as measure
-        from headrace.run.session.directory import choose_directory, run_file_of
+        from headrace.run.session.directory import choose_directory, find_run_file
 
     refuse_secret("--url", url, f"set {TOKEN_VARIABLE}", reason=VISIBLE)
     settings = {"run.eval_samples": n, "run.eval_temperature": temperature}
-    given = [f"{name}={value}" for name, value in settings.items() if value is not None]
+    overrides = [*overrides, *(f"{name}={value}" for name, value in settings.items() if value is not None)]
     directory = choose_directory("" if out is None else str(out), RealClock(), prefix="eval-")
-    if out is None and where.is_dir():
-        directory = where / directory.name
-    elsewhere = RemoteEndpoint(url=url, model=served, token=token) if url else None
-    measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, running_engine=elsewhere)
-    result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
+    if out is None and source.is_dir():
+        directory = source / directory.name
+    endpoint = RemoteEndpoint(url=url, model=served, token=token) if url else None
+    measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, running_engine=endpoint)
+    result = measure(find_run_file(source), overrides=overrides, measures=measures, on_progress=starting)
     print_json(result) if as_json else _show(result)
 
 
-def _run_harness_if_named(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
+def _run_harness_if_named(harness: str, source: Path, arguments: Sequence[str], ignored: Mapping[str, object]) -> None:
     """Run the evaluation harness named ``harness``, a program of another library such as lm-eval, and exit with its
-    exit code; return where ``harness`` is empty. ``where`` is the run, and ``arguments`` are passed to the harness.
+    exit code; return if ``harness`` is empty. ``source`` is the run, and ``arguments`` are passed to the harness.
 
-    ``read_here`` contains the options of this command, by name, that a harness ignores. Raises
-    :class:`~headrace.base.errors.ConfigError` where the user has set such an option for a harness, and for arguments
+    ``ignored`` contains the options of this command, by name, that a harness ignores. Raises
+    :class:`~headrace.base.errors.ConfigError` if the user has set such an option for a harness, and for arguments
     without a harness.
     """
     if not harness and arguments:
         raise ConfigError(f"{arguments[0]!r} is for a harness, and there is none", remedy="name one: --harness lm-eval")
     if not harness:
         return
-    unread = next((name for name, value in read_here.items() if value not in (None, "", [])), None)
-    if unread is not None:
-        raise ConfigError(f"--{unread} is not read by a harness", remedy="give the harness its own arguments after --")
+    given = next((name for name, value in ignored.items() if value not in (None, "", [])), None)
+    if given is not None:
+        raise ConfigError(f"--{given} is not read by a harness", remedy="give the harness its own arguments after --")
     run = HARNESSES.load(harness)
-    starting(f"serving the weights of {where} for {harness}")
-    raise typer.Exit(run(where, arguments))
+    starting(f"serving the weights of {source} for {harness}")
+    raise typer.Exit(run(source, arguments))
 
 
 def _show(result: Evaluation) -> None:
@@ -112,17 +113,17 @@ def _show(result: Evaluation) -> None:
         f"{result.temperature:g}, {result.tokens:,} tokens in {result.seconds:.1f} s, model {readable(result.model)}"
     )
     shown = table("", "", "", "95 % interval")
-    shown.add_row(f"avg@{result.samples}", f"{result.avg.value:.4f}", _interval(result.avg))
+    shown.add_row(f"avg@{result.samples}", f"{result.avg.value:.4f}", _format_interval(result.avg))
     for k, estimate in result.pass_at.items():
-        shown.add_row(f"pass@{k}", f"{estimate.value:.4f}", _interval(estimate))
+        shown.add_row(f"pass@{k}", f"{estimate.value:.4f}", _format_interval(estimate))
     for k, estimate in result.pass_hat.items():
-        shown.add_row(f"pass^{k}", f"{estimate.value:.4f}", _interval(estimate))
+        shown.add_row(f"pass^{k}", f"{estimate.value:.4f}", _format_interval(estimate))
     out.print(shown)
     out.print(f"pages    {readable(result.directory)}/index.html")
 
 
-def _interval(estimate: IntervalEstimate) -> str:
-    """Return the 95 % interval of an estimate as text; a dash where the estimate has no interval."""
+def _format_interval(estimate: IntervalEstimate) -> str:
+    """Return the 95 % interval of an estimate as text; a dash if the estimate has no interval."""
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"

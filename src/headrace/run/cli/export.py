@@ -12,8 +12,8 @@ from headrace.run.cli.output import console, print_json, readable, starting
 
 
 def export(
-    where: Path = typer.Argument(
-        help="A run's directory, for its newest checkpoint; or a checkpoint; or a saved policy."
+    source: Path = typer.Argument(
+        metavar="WHERE", help="A run's directory, for its newest checkpoint; or a checkpoint; or a saved policy."
     ),
     out: Path = typer.Argument(help="Directory to write, which must be new.", metavar="OUT_DIR"),
     adapter: Literal["merged", "separate"] | None = typer.Option(
@@ -25,19 +25,19 @@ def export(
     ),
     agent: str = typer.Option(
         "",
-        help="The agent whose adapter is exported, where agents have trained their own; policy: the policy's.",
+        help="The agent whose adapter is exported, if agents have trained their own; policy: the policy's.",
         show_default=False,
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
 ) -> None:
     """Write trained weights as plain Hugging Face files, which transformers (or peft) loads."""
-    starting(f"exporting {where}")
+    starting(f"exporting {source}")
     from headrace.base.heap import gc_disabled
 
     with gc_disabled():
         from headrace.run.session.exporting import export as write
 
-    exported = write(where, out, adapter, dtype, agent)
+    exported = write(source, out, adapter, dtype, agent)
     if as_json:
         print_json(exported)
         return

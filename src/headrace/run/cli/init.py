@@ -78,8 +78,8 @@ def _option_or_answer(
     """Return ``find(given)``, where ``given`` is the value of a command-line option. ``find`` converts a text, and
     raises an error for a text that it does not accept.
 
-    Where ``given`` is empty, ask ``question`` on the terminal, with ``default`` as the answer for Enter, until ``find``
-    accepts the answer. Raises :class:`~headrace.base.errors.ConfigError`, which names ``option``, where there is no
+    If ``given`` is empty, ask ``question`` on the terminal, with ``default`` as the answer for Enter, until ``find``
+    accepts the answer. Raises :class:`~headrace.base.errors.ConfigError`, which names ``option``, if there is no
     terminal.
     """
     if given:
@@ -93,14 +93,15 @@ def _option_or_answer(
             complain(error)
 
 
-def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
+def _choose_reward(given: str, rows: Data, answer_column: str, path: Path) -> tuple[str | RewardChoice, str]:
     """Return the reward that the user chooses, and a description of this reward. The reward is ``file.py:function``, or
-    a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; where it is empty, the
-    user answers on the terminal. Where the choice is ``file``, write an example to ``path``. ``answers`` names the
-    column of the expected answer; where it is empty, the column is found by its name."""
-    from headrace.run.session.first_run import check_reward, fitting_rewards, own_rewards, write_reward
+    a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; if it is empty, the
+    user answers on the terminal. If the choice is ``file``, write an example to ``path``. ``answer_column`` names the
+    column of the expected answer; if it is empty, the column is found by its name."""
+    from headrace.run.session.first_run import check_reward, find_user_rewards, list_possible_rewards, write_reward
 
-    fitting = {choice.name: choice for choice in fitting_rewards(rows, _choose_answer_column(given, rows, answers))}
+    column = _choose_answer_column(given, rows, answer_column)
+    fitting = {choice.name: choice for choice in list_possible_rewards(rows, column)}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
         """Return the reward that the user's ``answer`` chooses, and the text that describes it. The answer is the name
@@ -128,7 +129,7 @@ def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[st
         console().print(f"  {number}  {choice.name:<6} {readable(choice.meaning)}")
     if fitting:
         return _option_or_answer("", "--reward", "Reward (a number, or file.py:function)", find, default="1")
-    own_functions = own_rewards(path.parent, rows)
+    own_functions = find_user_rewards(path.parent, rows)
     for line in _lines_without_fitting(rows, own_functions, path.parent):
         console().print(f"  {readable(line)}")
     return _option_or_answer(
@@ -149,12 +150,12 @@ def _lines_without_fitting(rows: Data, own_functions: Sequence[str], directory: 
 
 def _choose_answer_column(reward: str, rows: Data, given: str) -> str:
     """Return the name of the column of the expected answer: ``given``, or else a column found by its name. Return an
-    empty text where ``reward``, the value of ``--reward``, needs no such column, or where the user names none.
+    empty text if ``reward``, the value of ``--reward``, needs no such column, or if the user names none.
 
-    Where the column is needed and not found, ask for it on the terminal; without a terminal, raise
+    If the column is needed and not found, ask for it on the terminal; without a terminal, raise
     :class:`~headrace.base.errors.ConfigError`.
     """
-    from headrace.run.session.first_run import TESTS, answer_column
+    from headrace.run.session.first_run import TESTS, find_answer_column
 
     def find(column: str) -> str:
         """Return ``column`` after a check. Raises :class:`~headrace.base.errors.ConfigError` if the rows have no such
@@ -167,9 +168,9 @@ def _choose_answer_column(reward: str, rows: Data, given: str) -> str:
             )
         return column
 
-    answers = given or answer_column(rows)
-    if answers or ":" in reward or reward == "code" or any(name in rows.columns for name in TESTS):
-        return find(answers) if given else answers
+    column = given or find_answer_column(rows)
+    if column or ":" in reward or reward == "code" or any(name in rows.columns for name in TESTS):
+        return find(column) if given else column
     if not sys.stdin.isatty():
         return find("")
     question = f"Column of the expected answer ({', '.join(rows.columns)}; Enter: none of them)"
@@ -180,7 +181,7 @@ def _choose_held_out(rows: Data) -> Path | None:
     """Ask on the terminal for the file of held-out rows, and return its path. The default answer is a file in the
     directory of ``rows`` whose name marks it as held out. Return ``None`` without a terminal, or for the answer
     ``none``."""
-    from headrace.run.session.first_run import check_held_out, held_out_beside
+    from headrace.run.session.first_run import check_held_out, find_held_out_file
 
     if not sys.stdin.isatty():
         return None
@@ -195,12 +196,12 @@ def _choose_held_out(rows: Data) -> Path | None:
         return path
 
     question = f"Held-out rows, to measure what is learned (a file, or {NONE})"
-    return _option_or_answer("", "--eval", question, find, default=str(held_out_beside(rows.path) or NONE))
+    return _option_or_answer("", "--eval", question, find, default=str(find_held_out_file(rows.path) or NONE))
 
 
-def _yes_or_no(holds: bool) -> str:
-    """Return ``yes`` where ``holds`` is true, else ``no``."""
-    return "yes" if holds else "no"
+def _yes_or_no(value: bool) -> str:
+    """Return ``yes`` if ``value`` is true, else ``no``."""
+    return "yes" if value else "no"
 
 
 VERB = Verb(run=init, group=BEGIN, place=10)

@@ -32,11 +32,11 @@ def console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
-def starting(doing: str) -> None:
-    """Print ``doing``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now: before
-    imports that take seconds, and at each stage. The verb continues where this cannot be printed."""
+def starting(activity: str) -> None:
+    """Print ``activity``, such as ``reading run.toml``, on standard error, to tell the user what a verb does now:
+    before imports that take seconds, and at each stage. The verb continues if this cannot be printed."""
     try:
-        console(stderr=True).print(f"{readable(doing)} ...", style="dim")
+        console(stderr=True).print(f"{readable(activity)} ...", style="dim")
     except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
         redirect_to_null(sys.stderr)
 
@@ -59,8 +59,8 @@ def readable(text: str) -> str:
 
 
 def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
-    """Print the report of a check, as text or with ``as_json`` as JSON. Exit with code 1 where ``ok`` is false, which
-    means that the check has failed."""
+    """Print ``report``, the result of a check, as text or with ``as_json`` as JSON. Exit with code 1 if ``ok`` is
+    false, which means that the check has failed."""
     if as_json:
         print_json({"ok": ok, **msgspec.to_builtins(report)})
     else:
@@ -82,22 +82,21 @@ def resumable(command: str, can_continue: Callable[[], bool] = lambda: True) -> 
     try:
         yield
     except KeyboardInterrupt as stopped:
-        lines = [str(stopped) or "stopped"]
-        anew = "there is nothing to continue: the same command starts anew"
-        lines.append(continued_by(command) if can_continue() else anew)
+        nothing_to_continue = "there is nothing to continue: the same command starts anew"
+        lines = [str(stopped) or "stopped", format_continuation(command) if can_continue() else nothing_to_continue]
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         hung_up = isinstance(stopped, StoppedAtStart) and stopped.signal_name == "SIGHUP"
         raise typer.Exit(HUNG_UP if hung_up else 130) from None
 
 
-def continued_by(command: str) -> str:
+def format_continuation(command: str) -> str:
     """Return a line for the user that contains ``command``, the command line that continues a stopped run."""
     return f"continue {readable(command)}"
 
 
 def command_line(*words: str) -> str:
     """Return the command line, quoted for a shell, that calls this program with the arguments ``words``. The command
-    line begins with ``headrace`` where a shell finds the program by that name, and otherwise with the path by which the
+    line begins with ``headrace`` if a shell finds the program by that name, and otherwise with the path by which the
     user has called the program."""
     program = [sys.argv[0]]
     if Path(program[0]).name == "__main__.py":
@@ -113,10 +112,10 @@ def this_command(*more: str) -> str:
     return command_line(*(word for word in sys.argv[1:] if word != "--resume"), *more)
 
 
-def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
+def plan_resumption(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
     """Return the directory of the run that this command starts, and the command line that continues the run there.
 
-    ``run_dir`` is the setting ``run.dir``. Where it is empty, a new directory is chosen, whose name begins with
+    ``run_dir`` is the setting ``run.dir``. If it is empty, a new directory is chosen, whose name begins with
     ``prefix``, and the command line names it.
     """
     from headrace.base.clock import RealClock
@@ -126,20 +125,19 @@ def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
     return directory, this_command(*(() if run_dir else ("--set", f"run.dir={directory}")), "--resume")
 
 
-def leave_if_hung_up(stopped_by: str) -> None:
+def exit_if_hung_up(stopped_by: str) -> None:
     """Exit with the code :data:`HUNG_UP` if the run was stopped by SIGHUP, from which a calling script learns that it
-    can resume the run. ``stopped_by`` is the name of the signal that stopped the run; empty where no signal did."""
+    can resume the run. ``stopped_by`` is the name of the signal that stopped the run; empty if no signal did."""
     if stopped_by == "SIGHUP":
         raise typer.Exit(HUNG_UP)
 
 
 @contextmanager
-def whole_output() -> Iterator[None]:
+def exit_if_output_fails() -> Iterator[None]:
     """Run the body of the context, the whole program. Exit with code 1 and one line on standard error if standard
     output cannot be written.
 
-    The line is left out, as other programs do, where standard output is a pipe that its reader has closed
-    (``| head -1``).
+    The line is omitted, as in other programs, if standard output is a pipe that its reader has closed (``| head -1``).
     """
     try:
         try:
@@ -171,8 +169,8 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Return an empty table without borders, to which the caller adds rows. ``columns`` are the headings; the first
-    column is aligned to the left, for text, and the others to the right, for numbers."""
+    """Return an empty table without borders, with ``title`` above it, to which the caller adds rows. ``columns`` are
+    the headings; the first column is aligned to the left, for text, and the others to the right, for numbers."""
     new_table = Table(
         title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
     )

@@ -35,9 +35,9 @@ def status(
     for part in state["components"]:
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
-        where = " on ".join(filter(None, [part["device"], part["node"]]))
+        device = " on ".join(filter(None, [part["device"], part["node"]]))
         role = f"{part['parent']}: {part['role']}" if part["parent"] else part["role"]
-        rows.add_row(readable(role), str(part["pid"]), readable(part["state"]), version, where, restarts)
+        rows.add_row(readable(role), str(part["pid"]), readable(part["state"]), version, device, restarts)
     out.print(rows)
     if state["state"] == "running":
         out.print(f"phase: {readable(state['phase'])}" + ("; loops:" if state["waits"] else ""))
@@ -57,15 +57,15 @@ def status(
         out.print(f"cause: {readable(state['cause'])}")
 
 
-def _process_state(pid: int, recorded: str) -> str:
-    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the operating system
+def _find_process_state(pid: int, recorded: str) -> str:
+    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped if the operating system
     reports this, else ``recorded``, the state in the run's status file.
 
     The status file may be out of date, since a controller that is stopped or killed does not renew it.
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where another process has received the same number
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, if another process has received the same number
         return "ended"
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
@@ -75,7 +75,7 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
     file, with the state of each process as the operating system reports it now, the run's state (``running``,
     ``killed``, or how it ended) and its verdict.
 
-    Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
+    Raises :class:`~headrace.base.errors.DataError` if the directory has no run, or a run that is still starting.
     """
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE, is_locked
@@ -84,7 +84,7 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
     last = read_status(run_dir)
     if last is None and is_locked(run_dir):
         raise DataError(
-            f"{run_dir} has no status yet: {_starting_in_words(run_dir)}",
+            f"{run_dir} has no status yet: {_describe_start(run_dir)}",
             remedy="let a stopped process continue; else look again in a few seconds",
         )
     if last is None and (run_dir / LOCK_FILE).exists():
@@ -99,7 +99,7 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
         {
             "role": part.role,
             "pid": part.pid,
-            "state": part.state if part.node else _process_state(part.pid, part.state),
+            "state": part.state if part.node else _find_process_state(part.pid, part.state),
             "version": part.version,
             "device": part.device,
             "restarts": part.restarts,
@@ -123,27 +123,27 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
         "components": components,
         "waits": last.waits,
         "warnings": last.warnings,
-        "verdict": _verdict(run_dir, summary),
+        "verdict": _read_verdict(run_dir, summary),
         "rewards": {name: msgspec.to_builtins(counts) for name, counts in last.rewards.items()},
     }
 
 
-def _starting_in_words(run_dir: Path) -> str:
-    """Return in words why a run that is starting has no status yet: its controller or a child process of the controller
-    is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
+def _describe_start(run_dir: Path) -> str:
+    """Return in words why the run in ``run_dir``, which is starting, has no status yet: its controller or a child
+    process of the controller is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE
-    from headrace.launch.local_process import halted_below
+    from headrace.launch.local_process import describe_halted
 
-    written = (run_dir / LOCK_FILE).read_bytes()
-    holder = int(written) if written.isdigit() else 0  # empty for a moment after the lock is taken, or damaged
-    halted = halted_below({holder})
-    return f"its controller (pid {holder}) {halted[holder]}" if halted else "its parts are starting"
+    content = (run_dir / LOCK_FILE).read_bytes()
+    pid = int(content) if content.isdigit() else 0  # empty for a moment after the lock is taken, or damaged
+    halted = describe_halted({pid})
+    return f"its controller (pid {pid}) {halted[pid]}" if halted else "its parts are starting"
 
 
-def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """Return the newest verdict on the run's bottleneck, in words. The verdict comes from ``summary``, the summary of a
-    run that has ended, or where that is ``None`` from the live state of the run; empty where there is no verdict
-    yet."""
+def _read_verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
+    """Return the newest verdict on the bottleneck of the run in ``run_dir``, in words. The verdict comes from
+    ``summary``, the summary of a run that has ended, or if that is ``None`` from the live state of the run; empty if
+    there is no verdict yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:

@@ -38,8 +38,8 @@ def trace(
     for note in run.notes:
         out_console.print(readable(note), style="yellow")
     out_console.print(readable(run.verdict) or "no verdict yet: no step has ended")
-    for what, num in written.items():
-        out_console.print(f"{what}: {num:,}")
+    for description, number in written.items():
+        out_console.print(f"{description}: {number:,}")
 
 
 def _export(run: RunData, out: Path | None, otlp: str) -> dict[str, int]:

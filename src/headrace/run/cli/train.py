@@ -10,12 +10,12 @@ import typer
 from headrace.run.cli.commands import BEGIN, Verb
 from headrace.run.cli.output import (
     console,
-    continued_by,
-    leave_if_hung_up,
+    exit_if_hung_up,
+    format_continuation,
+    plan_resumption,
     print_json,
     readable,
     resumable,
-    resuming,
     starting,
 )
 
@@ -51,17 +51,17 @@ def train(
 
     with gc_disabled():
         from headrace.run.session import load_config
-        from headrace.run.session.repeating import opened_recording, recorded_settings
+        from headrace.run.session.repeating import open_recording, read_settings_to_replay
 
     starting("checking the settings, the rows, the model and this machine")
     config = load_config(
-        run_file if replay is None or run_file else recorded_settings(replay), overrides, like=like
+        run_file if replay is None or run_file else read_settings_to_replay(replay), overrides, like=like
     )  # fmt: skip
     if dry_run:
         from headrace.run.session.prepare import Inputs, prepare
 
         prepared = prepare(config, Inputs(thorough=True), weights=False)
-        with opened_recording(replay or "", prepared, resume=resume):
+        with open_recording(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return
     if as_json:
@@ -77,39 +77,40 @@ def _train(config: RunConfig, *, replay: Path | None, resume: bool, as_json: boo
     from headrace.run.session import train as run
 
     compile_ahead(config.model, config.engine)
-    directory, again = resuming(config.run.dir)
+    directory, resume_command = plan_resumption(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
-    with resumable(again, lambda: has_ledger(Path(directory))):
+    with resumable(resume_command, lambda: has_ledger(Path(directory))):
         summary = run(config, resume=resume, replay=replay or "")
     if as_json:
         print_json(summary)
     else:
-        show_summary(summary, again)
+        show_summary(summary, resume_command)
         if (agree := summary.versions_agree) is not None:
             agreed = f"{agree} of {plural(agree, 'version')} agree"
             console().print(f"replayed {replay}: {agreed}, bit for bit", style="bold")
-    leave_if_hung_up(summary.stopped_by)
+    exit_if_hung_up(summary.stopped_by)
 
 
 def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: bool) -> None:
-    """Print the text of a dry run: a description of the run, the settings that differ from their defaults, and with
-    ``defaults`` all settings; with ``as_json`` only the settings, as JSON."""
+    """Print the text of a dry run: a description of the run ``prepared``, the settings that differ from their defaults,
+    and with ``defaults`` all settings; with ``as_json`` only the settings ``config``, as JSON."""
     if as_json:
         print_json(config.model_dump(mode="json"))
         return
-    from headrace.run.session.explain import changed_in_words, every_setting, explain, previews
+    from headrace.run.session.explain import describe_non_default_settings, explain, format_all_settings, make_previews
 
     out = console()
-    out.print(f"{explain(prepared)}\n{previews(prepared)}\n\n{changed_in_words(prepared.config, out.width)}\n")
+    changed = describe_non_default_settings(prepared.config, out.width)
+    out.print(f"{explain(prepared)}\n{make_previews(prepared)}\n\n{changed}\n")
     if defaults:
-        out.print(every_setting(prepared.config))
+        out.print(format_all_settings(prepared.config))
     else:
         out.print("Every other setting has its default: --dry-run --defaults prints them all.", style="dim")
 
 
 def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
-    """Start to compile the CPU kernels of the engine in the background, where this run uses kernels that are not
-    compiled yet, so that they are ready sooner when the engine starts."""
+    """Start to compile the CPU kernels of the engine in the background, if a run with the settings ``model`` and
+    ``engine`` uses kernels that are not compiled yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 
     if engine.can_fuse and model.dtype == "float32" and engine.device in (AUTO, CPU):
@@ -118,9 +119,9 @@ def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
         build_ahead()
 
 
-def show_summary(summary: Summary, again: str) -> None:
+def show_summary(summary: Summary, resume_command: str) -> None:
     """Print the main figures of a run that has ended, its verdict, its warnings and the paths of its files. For a run
-    that was stopped, also print ``again``, the command line that continues it."""
+    that was stopped, also print ``resume_command``, the command line that continues it."""
     from headrace.run.observe.words import plural
 
     out = console()
@@ -128,7 +129,7 @@ def show_summary(summary: Summary, again: str) -> None:
     out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
     if summary.versions and summary.versions[0] > 0:  # the counts of groups below include the run's earlier lives
         out.print(f"continued at step {summary.versions[0]}: times, tokens, ages and mismatch are those since then")
-    for name, figure in _figures(summary):
+    for name, figure in _format_figures(summary):
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:
         out.print(readable(summary.verdict))
@@ -141,11 +142,11 @@ def show_summary(summary: Summary, again: str) -> None:
     if report.exists():
         out.print(f"report   {report}")
     out.print(f"run      {readable(summary.run_dir)}")
-    if summary.status == "stopped" and again:
-        out.print(continued_by(again), style="bold")
+    if summary.status == "stopped" and resume_command:
+        out.print(format_continuation(resume_command), style="bold")
 
 
-def _figures(summary: Summary) -> list[tuple[str, str]]:
+def _format_figures(summary: Summary) -> list[tuple[str, str]]:
     """Return the names and values, as text, of the figures that are printed at the end of a run."""
     from headrace.run.observe.words import duration, number, percent, plural
 

@@ -32,7 +32,7 @@ def watch(
 
     out = console()
     out.soft_wrap = False  # the picture is drawn for the width of the terminal, and its sentences wrap
-    state = _corrected_state(run_dir)
+    state = _read_corrected_state(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))
         return
@@ -41,19 +41,19 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
-    """Call ``show`` with the present state of the run every :data:`RENEWED_S` seconds until the run ends, and once more
-    with its last state."""
+    """Call ``show`` with the present state of the run in ``run_dir`` every :data:`RENEWED_S` seconds until the run
+    ends, and once more with its last state."""
     import asyncio
 
     from headrace.run.cli.status import read_run_state
 
     while read_run_state(run_dir)["state"] == "running":
-        show(_corrected_state(run_dir))
+        show(_read_corrected_state(run_dir))
         await asyncio.sleep(RENEWED_S)
-    show(_corrected_state(run_dir))
+    show(_read_corrected_state(run_dir))
 
 
-def _corrected_state(run_dir: Path) -> LiveState:
+def _read_corrected_state(run_dir: Path) -> LiveState:
     """Return the last live state that the run has written, corrected by what the operating system reports of its
     processes. If its controller is stopped, a warning is added. If the run has ended, ``phase`` is how it ended, such
     as ``finished`` or ``killed``, and ``waits``, the work of the loops, is empty."""
@@ -76,8 +76,8 @@ def _corrected_state(run_dir: Path) -> LiveState:
 
 
 def _read_live_state(run_dir: Path) -> LiveState:
-    """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` where the
-    file is missing, or where it cannot be decoded."""
+    """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` if the
+    file is missing, or if it cannot be decoded."""
     import msgspec
 
     from headrace.base.errors import DataError

@@ -10,8 +10,8 @@
 The control loops import nothing from this package. Its modules read plain records, such as :class:`StepRecord`.
 """
 
-from headrace.run.observe.account import Accountant, account_of
-from headrace.run.observe.advice import VerdictSettings, settings_of
+from headrace.run.observe.account import Accountant, make_account
+from headrace.run.observe.advice import VerdictSettings, make_verdict_settings
 from headrace.run.observe.alarms import AlarmWatch, Raised
 from headrace.run.observe.jsonl import (
     EVENTS_FILE,
@@ -25,11 +25,11 @@ from headrace.run.observe.jsonl import (
 )
 from headrace.run.observe.looptime import WatchedLoop
 from headrace.run.observe.report import write_report
-from headrace.run.observe.rundata import RunData, load_run, run_about, run_name
+from headrace.run.observe.rundata import RunData, describe_run, load_run, run_name
 from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, summarize_steps
 from headrace.run.observe.system import SystemWatch, Usage
 from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
-from headrace.run.observe.trace import account, busy_frac, idle_frac
+from headrace.run.observe.trace import busy_frac, idle_frac, make_span_account
 from headrace.run.observe.verdict import RunVerdict, judge
 from headrace.run.observe.writers import QueuedWriter, RunFacts
 
@@ -54,21 +54,21 @@ __all__ = [
     "Usage",
     "VerdictSettings",
     "WatchedLoop",
-    "account",
-    "account_of",
     "age_histogram",
     "busy_frac",
     "commit_gap_ms",
+    "describe_run",
     "evaluations",
     "idle_frac",
     "judge",
     "load_run",
+    "make_account",
+    "make_span_account",
+    "make_verdict_settings",
     "open_view",
     "read_jsonl",
     "read_steps",
-    "run_about",
     "run_name",
-    "settings_of",
     "summarize_steps",
     "write_report",
 ]

@@ -1,6 +1,6 @@
 """The account of a run: the record of where its time and tokens went, which the verdict reads.
 
-A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. :func:`account_of`
+A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. :func:`make_account`
 computes the account of one interval; :class:`Accountant` adds up such accounts, step by step, while a run is running.
 """
 
@@ -15,7 +15,7 @@ from headrace.base.types.observation import Account, Event, LiveState, StepRecor
 from headrace.base.types.trace import Span
 from headrace.run.observe.advice import UNKNOWN, VerdictSettings
 from headrace.run.observe.system import Usage
-from headrace.run.observe.trace import WAIT_BATCH, Interval, account, is_engine, union
+from headrace.run.observe.trace import WAIT_BATCH, Interval, is_engine, make_span_account, union
 from headrace.run.observe.verdict import judge
 
 EPISODES = "rollout"
@@ -25,7 +25,7 @@ LATE_S = 1.0
 second."""
 
 
-def account_of(
+def make_account(
     spans: Sequence[Span], steps: Sequence[StepRecord], within: Interval, known: Iterable[str] = ()
 ) -> Account:
     """Return the account of the interval ``within`` (start and end in seconds of the spans' clock). Its times come from
@@ -36,7 +36,7 @@ def account_of(
     """
     measured = [step for step in steps if "turns_s" in step.metrics]
     return msgspec.structs.replace(
-        account(spans, within, known),
+        make_span_account(spans, within, known),
         straggler_s=sum(step.straggler_s for step in steps),
         held_back_s=sum(step.held_back_s for step in steps),
         generated_tokens=steps[-1].generated_tokens if steps else 0,
@@ -66,7 +66,9 @@ class Accountant:
         by default no value is known."""
         self._settings = settings
         self._spans: list[Span] = []
+        """The spans that end after the time that the account covers."""
         self._lanes: set[str] = set()
+        """The lanes that have had a span, without the engines that were removed."""
         self._pending: list[StepRecord] = []
         """The records of steps that have ended and are not added to the account yet, in order."""
         self._last: StepRecord | None = None
@@ -76,6 +78,7 @@ class Accountant:
         self._closed_s: float | None = None
         """The end of the time that the account covers, on the spans' clock; ``None`` before the first step."""
         self._total = Account()
+        """The account of all steps that were added."""
         self._throughput: list[float] = []
         """The trained tokens per second of every step."""
         self._waited: list[float] = []
@@ -93,9 +96,9 @@ class Accountant:
     def event(self, event: Event) -> None:
         """Do nothing: an account does not depend on events."""
 
-    def engines(self, names: Collection[str]) -> None:
-        """Receive the names of the engines that the run has now. One that was removed does not count as idle from now
-        on, and advice names their number."""
+    def set_engines(self, names: Collection[str]) -> None:
+        """Receive the names of the engines that the run has now. An engine that was removed does not count as idle from
+        now on, and advice names the number of engines."""
         self._lanes = {lane for lane in self._lanes if not is_engine(lane) or lane in names}
         if len(names) != self._settings.engines:
             self._settings = replace(self._settings, engines=len(names))
@@ -105,20 +108,20 @@ class Accountant:
         earlier steps whose spans have all arrived to the account, and keep this step as pending."""
         if self._closed_s is None:
             self._closed_s = record.clock_s - record.seconds - record.wait_s
-        before = self._pending[-1].clock_s if self._pending else self._closed_s
-        length_s = max(record.clock_s - before, 1e-9)
+        since_s = self._pending[-1].clock_s if self._pending else self._closed_s
+        length_s = max(record.clock_s - since_s, 1e-9)
         self._throughput.append(record.trained_tokens / length_s)
         self._waited.append(min(1.0, record.wait_s / length_s))
         if record.clock_s - self._closed_s >= 2 * LATE_S:
-            late = [earlier for earlier in self._pending if record.clock_s - earlier.clock_s >= LATE_S]
-            self._add_steps(late)
+            complete = [earlier for earlier in self._pending if record.clock_s - earlier.clock_s >= LATE_S]
+            self._add_steps(complete)
         self._pending.append(record)
         self._newest = record
 
     def update(self, state: LiveState) -> None:
-        """Do nothing: :meth:`with_account` receives the present state and returns it with the account."""
+        """Do nothing: :meth:`add_account` receives the present state and returns it with the account."""
 
-    def usage(self, usage: Usage) -> None:
+    def add_usage(self, usage: Usage) -> None:
         """Add the processor time that the run's processes used between two readings, both made during training, to the
         account."""
         self._total += Account(
@@ -128,27 +131,28 @@ class Accountant:
             queued_s=dict(usage.queued_s),
         )
 
-    def total(self) -> Account:
+    def complete(self) -> Account:
         """Return the account from the wait for the first batch to the end of the last step. All pending steps are added
         first, and a span that arrives later is not counted; so call this method only at the end of the run."""
         self._add_steps(list(self._pending))
         return self._total
 
-    def verdict(self) -> str:
-        """Return the verdict on the account of :meth:`total`, which names the bottleneck of the run, in words; empty
+    def judge_total(self) -> str:
+        """Return the verdict on the account of :meth:`complete`, which names the bottleneck of the run, in words; empty
         before the first step."""
-        return str(judge(self.total(), self._settings)) if self.total().seconds else ""
+        total = self.complete()
+        return str(judge(total, self._settings)) if total.seconds else ""
 
-    def with_account(self, state: LiveState) -> LiveState:
+    def add_account(self, state: LiveState) -> LiveState:
         """Return a copy of the run's present ``state`` with the account so far, the verdict on it, and two values for
         each step: the tokens trained per second, and the share of its time in which the learner waited.
 
-        The present step is part of the account only where no step has ended for :data:`LONG_S` seconds of training.
+        The present step is part of the account only if no step has ended for :data:`LONG_S` seconds of training.
         """
         so_far = self._total
         newest = self._newest
         if newest is not None and state.phase == "training" and state.wall_s - newest.wall_s >= LONG_S:
-            so_far += self._present_account(state, newest)
+            so_far += self._make_present_account(state, newest)
         return msgspec.structs.replace(
             state,
             account=so_far if so_far.seconds else state.account,
@@ -157,7 +161,7 @@ class Accountant:
             waited=tuple(self._waited),
         )
 
-    def _present_account(self, state: LiveState, newest: StepRecord) -> Account:
+    def _make_present_account(self, state: LiveState, newest: StepRecord) -> Account:
         """Return the account of the time since the last step that was added, up to :data:`LATE_S` before now.
 
         ``newest`` is the step that ended last; ``state``, the present state of the run, contains the present time. The
@@ -170,9 +174,9 @@ class Accountant:
         waits_s = waits[0] if waits else 0.0
         working = Span(lane="learner", name="step", start_s=newest.clock_s, end_s=max(newest.clock_s, now_s - waits_s))
         waiting = Span(lane="learner", name=WAIT_BATCH, start_s=working.end_s, end_s=max(working.end_s, now_s))
-        account_of_now = account([*self._spans, working, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
+        within = (self._closed_s, now_s - LATE_S)
         return msgspec.structs.replace(
-            account_of_now,
+            make_span_account([*self._spans, working, waiting], within, self._lanes),
             generated_tokens=newest.generated_tokens - (0 if self._last is None else self._last.generated_tokens),
             trained_tokens=sum(record.trained_tokens for record in self._pending),
         )
@@ -186,9 +190,9 @@ class Accountant:
         record = steps[-1]
         del self._pending[: len(steps)]
         within = (self._closed_s, max(record.clock_s, self._closed_s))
-        added = account_of(self._spans, steps, within, self._lanes)
-        before = 0 if self._last is None else self._last.generated_tokens
-        added = msgspec.structs.replace(added, generated_tokens=record.generated_tokens - before, wasted_tokens={})
+        added = make_account(self._spans, steps, within, self._lanes)
+        generated = record.generated_tokens - (0 if self._last is None else self._last.generated_tokens)
+        added = msgspec.structs.replace(added, generated_tokens=generated, wasted_tokens={})
         self._total = msgspec.structs.replace(self._total + added, wasted_tokens=dict(record.wasted_tokens))
         self._last, self._closed_s = record, within[1]
         self._spans = [span for span in self._spans if span.end_s > within[1]]

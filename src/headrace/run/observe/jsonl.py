@@ -48,28 +48,28 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file ``path`` for appending, and create it where it is missing. Raises
-        :class:`~headrace.base.errors.RunError` where the file cannot be written."""
+        """Open the file ``path`` for appending, and create it if it is missing. Raises
+        :class:`~headrace.base.errors.RunError` if the file cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
             _cut_torn_line(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise self._write_error(error) from None
+            raise self._make_write_error(error) from None
 
     def write(self, records: Iterable[R]) -> None:
         """Append ``records`` to the file. They are passed to the operating system at once, so that a later kill of the
         process loses nothing.
 
-        Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
+        Raises :class:`~headrace.base.errors.RunError` if the file cannot be written, for example on a full disk.
         """
         unwritten = memoryview(self._encoder.encode_lines(list(records)))
         try:
             while unwritten:
                 unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
-            raise self._write_error(error) from None
+            raise self._make_write_error(error) from None
 
     def close(self) -> None:
         """Close the file. All records are already written."""
@@ -82,8 +82,8 @@ class JsonlWriter(Generic[R]):
         """Close the file, however the context ends."""
         self.close()
 
-    def _write_error(self, error: OSError) -> RunError:
-        """Return the error to raise where opening or writing the file failed with ``error``."""
+    def _make_write_error(self, error: OSError) -> RunError:
+        """Return the error to raise if opening or writing the file failed with ``error``."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room on that disk and make the run directory writable, then continue with --resume",
@@ -91,12 +91,12 @@ class JsonlWriter(Generic[R]):
 
 
 def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None = None) -> list[R]:
-    """Return every record of the file, in order; each line is decoded as a ``kind``, the class of the records. A torn
-    last line, as a killed or a running process leaves it, is skipped.
+    """Return every record of the file ``path``, in order; each line is decoded as a ``kind``, the class of the records.
+    A torn last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read. Raises it also, with the number of
-    the line, where a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
-    decoded are left out instead, and ``skipped`` is called once with a message about them.
+    Raises :class:`~headrace.base.errors.DataError` if the file cannot be read. Raises it also, with the number of the
+    line, if a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be decoded
+    are skipped instead, and ``skipped`` is called once with a message about them.
     """
     try:
         data = path.read_bytes()
@@ -113,13 +113,13 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
             undecoded.append((number, f"line {number} is not a {kind.__name__}: {error}"))
     if not undecoded:
         return records
-    at, words = undecoded[0]
-    torn = bool(records) and at == lines[-1][0]
+    line_number, problem = undecoded[0]
+    torn = bool(records) and line_number == lines[-1][0]
     if skipped is not None:
         others = f", nor are {len(undecoded) - 1} others" if len(undecoded) > 1 else ""
-        skipped(f"{path}, {words}{others}")
+        skipped(f"{path}, {problem}{others}")
     elif not torn:
-        raise DataError(f"{path}, {words}", remedy="remove that line, or name the directory of a Headrace run")
+        raise DataError(f"{path}, {problem}", remedy="remove that line, or name the directory of a Headrace run")
     return records
 
 
@@ -139,29 +139,30 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Truncate the file after its last line break, which removes a torn last line. A missing file is not created."""
+    """Truncate the file ``path`` after its last line break, which removes a torn last line. A missing file is not
+    created."""
     if not path.exists():
         return
     with path.open("r+b") as file:
-        end = file.seek(0, 2)
-        at = end
-        while at > 0:  # read blocks backwards from the end, since the file may be large
-            start = max(0, at - 65536)
+        size = file.seek(0, 2)
+        end = size
+        while end > 0:  # read blocks backwards from the end, since the file may be large
+            start = max(0, end - 65536)
             file.seek(start)
-            newline = file.read(at - start).rfind(b"\n")
+            newline = file.read(end - start).rfind(b"\n")
             if newline >= 0:
-                at = start + newline + 1
+                end = start + newline + 1
                 break
-            at = start
-        if at < end:
-            file.truncate(at)
+            end = start
+        if end < size:
+            file.truncate(end)
 
 
 class Recorder:
     """An observer that writes ``metrics.jsonl``, ``trace.jsonl``, ``events.jsonl`` and ``live.json`` into the run
     directory.
 
-    Each call writes at once. Use it as a context manager. Raises :class:`~headrace.base.errors.RunError` where the run
+    Each call writes at once. Use it as a context manager. Raises :class:`~headrace.base.errors.RunError` if the run
     directory cannot be written.
     """
 
@@ -170,7 +171,7 @@ class Recorder:
         self._metrics = JsonlWriter[StepRecord](run_dir / METRICS_FILE)
         self._trace = JsonlWriter[Span](run_dir / TRACE_FILE)
         self._events = JsonlWriter[Event](run_dir / EVENTS_FILE)
-        self._live = run_dir / LIVE_FILE
+        self._live_path = run_dir / LIVE_FILE
 
     def step(self, record: StepRecord) -> None:
         """Append the record of an optimizer step to ``metrics.jsonl``."""
@@ -187,13 +188,13 @@ class Recorder:
     def update(self, state: LiveState) -> None:
         """Replace ``live.json`` by the present state of the run. The replacement is atomic: another process reads the
         old or the new state, never a part of one."""
-        temporary = self._live.with_name(f".{LIVE_FILE}.tmp")
+        temporary = self._live_path.with_name(f".{LIVE_FILE}.tmp")
         try:
             temporary.write_bytes(msgspec.json.encode(state))
-            temporary.replace(self._live)
+            temporary.replace(self._live_path)
         except OSError as error:
             remedy = "make room on that disk and make the run directory writable, then continue with --resume"
-            raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
+            raise RunError(f"{self._live_path} cannot be written: {error.strerror}", remedy=remedy) from None
 
     def close(self) -> None:
         """Close ``metrics.jsonl``, ``trace.jsonl`` and ``events.jsonl``."""

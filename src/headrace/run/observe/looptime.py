@@ -15,10 +15,10 @@ from headrace.base.types.trace import Span
 SHORT_S = 0.005
 """The shortest wait of the loop, in seconds, that ends a span. The work between shorter waits is added up, and the span
 contains this sum from its beginning on."""
-LEAST_SPAN_S = 0.025
+MIN_SPAN_S = 0.025
 """The shortest time between the beginnings of two spans, in seconds: a loop that wakes a thousand times a second makes
 forty spans a second."""
-MOST_SPAN_S = 0.25
+MAX_SPAN_S = 0.25
 """The longest span, in seconds, so that a loop that never waits reports its work while it runs."""
 LANE = "controller"
 """The lane of the controller's spans in the event trace."""
@@ -26,7 +26,7 @@ LANE = "controller"
 
 class LoopTime:
     """The measured working time of one event loop, collected as spans of the lane ``controller``. The loop's selector
-    calls :meth:`asleep` before each wait and :meth:`awake` after it."""
+    calls :meth:`begin_wait` before each wait and :meth:`end_wait` after it."""
 
     def __init__(self, clock: Clock) -> None:
         """Start the first span now. ``clock`` must be the clock that all spans of the trace use."""
@@ -38,32 +38,33 @@ class LoopTime:
         self._worked_s = 0.0
         """The work in the present span, up to the last wait, in seconds."""
         self._spans: list[Span] = []
+        """The spans that have ended since the last call of :meth:`take_spans`."""
 
-    def asleep(self) -> float:
+    def begin_wait(self) -> float:
         """Record that the loop starts to wait: add its work since the last wait to the present span. Return the current
-        time in seconds, for the caller to pass to :meth:`awake`."""
+        time in seconds, for the caller to pass to :meth:`end_wait`."""
         now_s = self._clock.now()
         self._worked_s += now_s - self._woke_s
         return now_s
 
-    def awake(self, since_s: float) -> None:
+    def end_wait(self, since_s: float) -> None:
         """Record that the loop runs again, after a wait that began at ``since_s``, in seconds of the clock. The present
-        span ends here if the wait was not short, or if the span has become long."""
+        span of work ends here if the wait was not short, or if the span has become long."""
         self._woke_s = now_s = self._clock.now()
         age_s = now_s - self._since_s
-        if (now_s - since_s >= SHORT_S and age_s >= LEAST_SPAN_S) or age_s >= MOST_SPAN_S:
-            self._close(now_s)
+        if (now_s - since_s >= SHORT_S and age_s >= MIN_SPAN_S) or age_s >= MAX_SPAN_S:
+            self._end_span(now_s)
 
-    def spans(self) -> list[Span]:
+    def take_spans(self) -> list[Span]:
         """Return the spans of the loop's work since the last call, and remove them here. The caller runs in the loop
         itself."""
-        now_s = self.asleep()
+        now_s = self.begin_wait()
         self._woke_s = now_s
-        self._close(now_s)
+        self._end_span(now_s)
         spans, self._spans = self._spans, []
         return spans
 
-    def _close(self, now_s: float) -> None:
+    def _end_span(self, now_s: float) -> None:
         """End the present span, store it if it contains work, and begin the next span at ``now_s``. The stored span has
         the length of its work, without the short waits between."""
         if self._worked_s > 0:
@@ -84,11 +85,11 @@ class WatchedSelector(selectors.DefaultSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for sockets as :meth:`selectors.BaseSelector.select` does, for at most ``timeout`` seconds (``None``:
         without a limit), report the wait, and return the sockets that are ready."""
-        since_s = self._work.asleep()
+        since_s = self._work.begin_wait()
         try:
             return super().select(timeout)
         finally:
-            self._work.awake(since_s)
+            self._work.end_wait(since_s)
 
 
 class WatchedLoop(asyncio.SelectorEventLoop):

@@ -15,15 +15,15 @@ from headrace.run.observe.rundata import RunData
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-AT_ONCE = 512
-"""The number of spans in one request."""
+MAX_SPANS_AT_ONCE = 512
+"""The maximum number of spans in one request."""
 
 
 def send_trace(run: RunData, url: str) -> int:
     """Send the spans of ``run`` to the collector at ``url``, such as ``http://HOST:4318/v1/traces``. Return the number
     of spans.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the packages are missing or the collector refuses the spans,
+    Raises :class:`~headrace.base.errors.ConfigError` if the packages are missing or the collector refuses the spans,
     and :class:`~headrace.base.errors.DataError` for a run without a step, whose clock is not known.
     """
     try:
@@ -38,25 +38,25 @@ def send_trace(run: RunData, url: str) -> int:
         exporter.shutdown()
 
 
-def export(run: RunData, exporter: SpanExporter, where: str) -> int:
-    """Pass the spans of ``run`` to ``exporter``, at most :data:`AT_ONCE` in one request, and return their number.
-    Raises the errors of :func:`send_trace`; ``where`` names the collector in their messages."""
+def export(run: RunData, exporter: SpanExporter, collector: str) -> int:
+    """Pass the spans of ``run`` to ``exporter``, at most :data:`MAX_SPANS_AT_ONCE` in one request, and return their
+    number. Raises the errors of :func:`send_trace`; ``collector`` names the collector in their messages."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     steps = run.session
     if not steps or not run.spans:
         raise DataError(f"{run.directory} has no step with a trace", remedy="name a run that has trained a step")
     offset_s = steps[0].unix_s - steps[0].clock_s
-    otel_spans = list(_spans(run, offset_s))
-    for first in range(0, len(otel_spans), AT_ONCE):
-        if exporter.export(otel_spans[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
+    otel_spans = list(_convert_spans(run, offset_s))
+    for first in range(0, len(otel_spans), MAX_SPANS_AT_ONCE):
+        if exporter.export(otel_spans[first : first + MAX_SPANS_AT_ONCE]) is not SpanExportResult.SUCCESS:
             raise ConfigError(
-                f"{where} has not taken the spans after the first {first}", remedy="is a collector listening there?"
+                f"{collector} has not taken the spans after the first {first}", remedy="is a collector listening there?"
             )
     return len(otel_spans)
 
 
-def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
+def _convert_spans(run: RunData, offset_s: float) -> Iterator[Any]:
     """Yield the spans of ``run`` as spans of OpenTelemetry, all in one new trace, with one service for each lane. The
     times of ``run.spans`` are seconds of the machine's clock; adding ``offset_s`` makes them seconds since 1970."""
     from opentelemetry.sdk.resources import Resource
@@ -76,14 +76,14 @@ def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
             name=span.name,
             context=SpanContext(trace_id, ids.generate_span_id(), is_remote=False, trace_flags=TraceFlags(1)),
             resource=resources[span.lane],
-            attributes=_attributes(span),
+            attributes=_make_attributes(span),
             start_time=int((span.start_s + offset_s) * 1e9),
             end_time=int((span.end_s + offset_s) * 1e9),
         )
 
 
-def _attributes(span: Span) -> dict[str, str | int]:
-    """Return the attributes of a span for OpenTelemetry: its lane, and its step and its episode where it has them. A
+def _make_attributes(span: Span) -> dict[str, str | int]:
+    """Return the attributes of ``span`` for OpenTelemetry: its lane, and its step and its episode if it has them. A
     span without a step has the step −1."""
     attributes: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:

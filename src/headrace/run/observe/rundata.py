@@ -21,8 +21,8 @@ from headrace.base.types.observation import Account, Event, StepRecord
 from headrace.base.types.trace import Span
 from headrace.learner.disk import verify
 from headrace.models.hub import is_hub_name, short_model_name
-from headrace.run.observe.account import account_of
-from headrace.run.observe.advice import settings_of
+from headrace.run.observe.account import make_account
+from headrace.run.observe.advice import make_verdict_settings
 from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, read_jsonl, read_steps
 from headrace.run.observe.summary import summarize_steps
 from headrace.run.observe.trace import Interval
@@ -37,43 +37,43 @@ CONFIG_FILE = "config.json"
 R = TypeVar("R")
 
 
-def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
+def split_into_lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
     """Return the records of the steps of a run, divided into its lives, in order. A new life begins where one of the
     two clocks of a record is lower than in the record before, since a resumption resets them.
 
     A life without a step leaves no record, so the result is empty for a run without a step.
     """
-    lives_so_far: list[list[StepRecord]] = []
+    lives: list[list[StepRecord]] = []
     for step in steps:
-        before = lives_so_far[-1][-1] if lives_so_far else None
-        if before is None or step.clock_s < before.clock_s or step.wall_s < before.wall_s:
-            lives_so_far.append([])
-        lives_so_far[-1].append(step)
-    return lives_so_far
+        preceding = lives[-1][-1] if lives else None
+        if preceding is None or step.clock_s < preceding.clock_s or step.wall_s < preceding.wall_s:
+            lives.append([])
+        lives[-1].append(step)
+    return lives
 
 
-def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
+def find_last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
     """Return the records of the steps since the run was last started or resumed; an empty list if the run has no
     step."""
-    return lives(steps)[-1] if steps else []
+    return split_into_lives(steps)[-1] if steps else []
 
 
-def clock_resets(steps: Sequence[StepRecord]) -> int:
+def count_clock_resets(steps: Sequence[StepRecord]) -> int:
     """Return the number of resumptions after which the spans' clock was lower than before: on another machine, or after
     a restart of the machine. Spans before and after such a resumption have no common time axis."""
-    sessions = lives(steps)
-    return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(sessions))
+    lives = split_into_lives(steps)
+    return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(lives))
 
 
-def note_on_resumption(steps: list[StepRecord]) -> str:
+def describe_resumption(steps: list[StepRecord]) -> str:
     """Return a note for readers of a report that says which of ``steps`` the figures of a resumed run cover; an empty
     string if all steps belong to one life."""
-    last = len(last_life(steps))
-    if last == len(steps):
+    num_covered = len(find_last_life(steps))
+    if num_covered == len(steps):
         return ""
     return (
         f"The run was resumed: its figures of time, rates, shares and the verdict are of the "
-        f"{plural(last, 'step')} since "
+        f"{plural(num_covered, 'step')} since "
         "then, rewards and the books of the whole run. Charts and timeline show all of it, with a mark at every start."
     )
 
@@ -106,7 +106,7 @@ class RunData:
     def session(self) -> list[StepRecord]:
         """Return the records of the steps since the run was last started or resumed, in order; an empty list if no step
         has ended."""
-        return last_life(self.steps)
+        return find_last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:
@@ -123,11 +123,11 @@ class RunData:
     @cached_property
     def account(self) -> Account | None:
         """Return the account of the run since it was last started: the account in its summary or live state, or else an
-        account computed from the trace; ``None`` where all three are missing."""
-        recorded = recorded_account(self.summary) or recorded_account(self.live)
+        account computed from the trace; ``None`` if all three are missing."""
+        recorded = find_recorded_account(self.summary) or find_recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
-        return account_of(self.spans, self.session, self.loop)
+        return make_account(self.spans, self.session, self.loop)
 
     @cached_property
     def verdict(self) -> str:
@@ -136,7 +136,7 @@ class RunData:
         recorded = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
         if recorded or not self.steps or self.account is None:
             return recorded
-        return str(judge(self.account, settings_of(self.config)))
+        return str(judge(self.account, make_verdict_settings(self.config)))
 
     @property
     def name(self) -> str:
@@ -144,7 +144,7 @@ class RunData:
         return run_name(self.directory, self.config)
 
     def setting(self, section: str, key: str) -> Any:
-        """Return the value of the setting ``section.key`` of the run; ``None`` where the resolved settings lack it, for
+        """Return the value of the setting ``section.key`` of the run; ``None`` if the resolved settings lack it, for
         example because an older version of Headrace wrote them."""
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
@@ -157,7 +157,7 @@ class RunData:
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
     def figure(self, key: str) -> float | None:
-        """Return the figure ``key`` of :attr:`figures` as a number; ``None`` where it is missing or is no number."""
+        """Return the figure ``key`` of :attr:`figures` as a number; ``None`` if it is missing or is no number."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -176,11 +176,12 @@ def run_name(directory: Path, config: Mapping[str, Any]) -> str:
     return visible(str(configured_name or _short_name(directory.resolve())))
 
 
-def run_about(config: Mapping[str, Any]) -> str:
+def describe_run(config: Mapping[str, Any]) -> str:
     """Return one line that describes a run by its settings ``config``: its model, its data file, and its environment or
-    reward function. A setting that is missing is left out.
+    reward function. A setting that is missing is omitted.
 
-    >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
+    >>> data = {"path": "/d/sums.jsonl"}
+    >>> describe_run({"model": {"path": "/m/Qwen3-0.6B"}, "data": data, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
     """
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}
@@ -192,8 +193,8 @@ def run_about(config: Mapping[str, Any]) -> str:
 
 
 def _short_name(path: Path) -> str:
-    """Return the last part of a path. Where this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the
-    directory above is put before it."""
+    """Return the last part of ``path``. If this part is one of :data:`_UNTELLING_NAMES`, such as ``run``, the directory
+    above is put before it."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
 
@@ -203,7 +204,7 @@ _UNTELLING_NAMES = ("run", "model")
 
 def load_run(run_dir: Path) -> RunData:
     """Read the run in ``run_dir``, which may still be running, and return its data. A file that is missing or damaged
-    becomes a note in the result. Raises :class:`~headrace.base.errors.DataError` only where ``run_dir`` is not a
+    becomes a note in the result. Raises :class:`~headrace.base.errors.DataError` only if ``run_dir`` is not a
     directory, or holds no file of a run."""
     names = (METRICS_FILE, TRACE_FILE, SUMMARY_FILE, CONFIG_FILE)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in names):
@@ -223,8 +224,8 @@ def load_run(run_dir: Path) -> RunData:
     )
 
 
-def recorded_account(tree: Mapping[str, Any]) -> Account | None:
-    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` where the account is
+def find_recorded_account(tree: Mapping[str, Any]) -> Account | None:
+    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` if the account is
     missing, cannot be decoded, or covers no time."""
     try:
         account = msgspec.convert(tree.get("account") or {}, Account)
@@ -234,7 +235,7 @@ def recorded_account(tree: Mapping[str, Any]) -> Account | None:
 
 
 def _read_live(run_dir: Path) -> dict[str, Any]:
-    """Return the content of ``live.json``, the last live state that the run wrote; empty where the file is missing or
+    """Return the content of ``live.json``, the last live state that the run wrote; empty if the file is missing or
     damaged. Such a file causes no note, since no report depends on it."""
     try:
         return _read_tree(run_dir / LIVE_FILE)
@@ -243,14 +244,14 @@ def _read_live(run_dir: Path) -> dict[str, Any]:
 
 
 def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
-    """Return the events of the run, and append a note to ``notes`` where the file is damaged. A run of an older version
-    of Headrace has no such file, and no events."""
+    """Return the events of the run in ``run_dir``, and append a note to ``notes`` if the file is damaged. A run of an
+    older version of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
     return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
 
 def _read_or_note(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
-    """Return the result of ``read``, which reads the file ``path``. Where the file is missing or damaged, append a note
+    """Return the result of ``read``, which reads the file ``path``. If the file is missing or damaged, append a note
     about it to ``notes``, and return ``empty``."""
     if not path.exists():
         notes.append(f"{path.name} is not there{_MEANING.get(path.name, '')}")
@@ -267,21 +268,21 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 
 
 def _valid_spans(spans: list[Span]) -> list[Span]:
-    """Return the spans ordered by their start. Spans that end before they start, which a damaged file may have, are
-    left out."""
+    """Return ``spans`` ordered by their start. Spans that end before they start, which a damaged file may have, are
+    skipped."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
 def _read_config(run_dir: Path) -> dict[str, Any]:
-    """Return the resolved settings of the run from ``config.json``. Raises
-    :class:`~headrace.base.errors.HeadraceError` where the file differs from its checksum, or cannot be read."""
+    """Return the resolved settings of the run from ``config.json``. Raises :class:`~headrace.base.errors.HeadraceError`
+    if the file differs from its checksum, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
     return _read_tree(run_dir / CONFIG_FILE)
 
 
 def _read_tree(path: Path) -> dict[str, Any]:
-    """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
-    where the file cannot be read, or contains no JSON object."""
+    """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError` if
+    the file cannot be read, or contains no JSON object."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -18,7 +18,7 @@ from headrace.base.types.observation import Event, StepRecord
 
 def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
     """Return the median and the 99th percentile (linear between ranks) of commit gaps, in milliseconds; ``None`` for
-    both where ``gaps_s`` is empty. A commit gap is the time for which the engine's step loop stood still to commit new
+    both if ``gaps_s`` is empty. A commit gap is the time for which the engine's step loop stood still to commit new
     weights; ``gaps_s`` is in seconds.
 
     >>> commit_gap_ms([0.001, 0.002, 0.003])
@@ -54,23 +54,24 @@ def evaluations(
     ``steps`` are its records, ``summary`` is the content of ``summary.json``, and ``events`` are all its events.
 
     The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``, so this
-    evaluation is read from ``events``. Events of versions after the last step are left out: these versions were
+    evaluation is read from ``events``. Events of versions after the last step are skipped: these versions were
     discarded when the run was resumed from an older snapshot.
     """
     last = steps[-1].version if steps else 0
-    recorded = [found for event in events if (found := _EVALUATED.fullmatch(event.text))]
-    points = {int(found[2]): float(found[1]) for found in recorded if int(found[2]) <= last}
+    matches = [match for event in events if (match := _EVALUATED.fullmatch(event.text))]
+    points = {int(match[2]): float(match[1]) for match in matches if int(match[2]) <= last}
     points |= {
         step.version if step.eval_version is None else step.eval_version: step.eval_accuracy
         for step in steps
         if step.eval_accuracy is not None
     }
     ends = {0: summary.get("eval_before"), last: summary.get("eval_after")}
-    return sorted({**points, **{at: value for at, value in ends.items() if isinstance(value, int | float)}}.items())
+    points |= {version: value for version, value in ends.items() if isinstance(value, int | float)}
+    return sorted(points.items())
 
 
 def per_second(amount: float, seconds: float) -> float:
-    """Return ``amount / seconds``; 0 where no time has passed."""
+    """Return ``amount / seconds``; 0 if no time has passed."""
     return amount / seconds if seconds > 0 else 0.0
 
 

@@ -30,7 +30,8 @@ class Drawing:
     """
 
     def __init__(self, width: float, height: float, label: str) -> None:
-        """Start an empty picture with a white background. ``label`` is its description for screen readers."""
+        """Start an empty picture of ``width`` by ``height`` pixels with a white background. ``label`` is its
+        description for screen readers."""
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-label="{_text(label)}" '
@@ -38,6 +39,7 @@ class Drawing:
             f'<rect width="100%" height="100%" fill="#ffffff"/>'
         )
         self._parts: list[str] = []
+        """The shapes so far, as elements of SVG."""
 
     def text(
         self, x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, color: str = FAINT
@@ -82,41 +84,41 @@ class Panel:
     """A rectangle of a drawing with a horizontal and a vertical axis, which both start at 0. Its methods convert values
     to pixels of the drawing; the caller draws the bars and points."""
 
-    def __init__(self, drawing: Drawing, box: tuple[float, float, float, float], most: tuple[float, float]) -> None:
+    def __init__(self, drawing: Drawing, box: tuple[float, float, float, float], maxima: tuple[float, float]) -> None:
         """Draw the grid lines and numbers of both axes on ``drawing``. ``box`` is the left edge, top edge, width and
-        height in pixels; ``most`` is the largest value of the horizontal and of the vertical axis, and 0 draws no
+        height in pixels; ``maxima`` are the largest values of the horizontal and of the vertical axis, and 0 draws no
         axis."""
         self.left, self.top, self.width, self.height = box
-        self._most = most
-        for value in ticks(most[0]):
+        self._maxima = maxima
+        for value in ticks(maxima[0]):
             drawing.line(self.x(value), self.top, self.x(value), self.top + self.height)
             drawing.text(self.x(value), self.top + self.height + 15, f"{value:,g}", anchor="middle", size=11)
-        for value in ticks(most[1]):
+        for value in ticks(maxima[1]):
             drawing.line(self.left, self.y(value), self.left + self.width, self.y(value))
             drawing.text(self.left - 6, self.y(value) + 4, f"{value:,g}", anchor="end", size=11)
 
     def x(self, value: float) -> float:
         """Return the horizontal position of a value of the horizontal axis, in pixels of the drawing."""
-        return self.left + value / (self._most[0] or 1.0) * self.width
+        return self.left + value / (self._maxima[0] or 1.0) * self.width
 
     def y(self, value: float) -> float:
         """Return the vertical position of a value of the vertical axis, in pixels of the drawing; larger values are
         higher up."""
-        return self.top + self.height * (1 - value / (self._most[1] or 1.0))
+        return self.top + self.height * (1 - value / (self._maxima[1] or 1.0))
 
 
-def ticks(most: float) -> list[float]:
-    """Return the values at which an axis from 0 to ``most`` has its grid lines: multiples of 1, 2 or 5 times a power of
-    ten, at most six of them; none where ``most`` is not above 0.
+def ticks(maximum: float) -> list[float]:
+    """Return the values at which an axis from 0 to ``maximum`` has its grid lines: multiples of 1, 2 or 5 times a power
+    of ten, at most six of them; none if ``maximum`` is not above 0.
 
     >>> ticks(100), ticks(0.37), ticks(0)
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.0, 0.1, 0.2, 0.3], [])
     """
-    if not most > 0:
+    if not maximum > 0:
         return []
-    power = 10.0 ** math.floor(math.log10(most / 4))
-    step = next(each * power for each in (1, 2, 5, 10) if each * power >= most / 5)
-    return [round(place * step, 10) for place in range(int(most / step + 1e-9) + 1)]
+    power = 10.0 ** math.floor(math.log10(maximum / 4))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= maximum / 5)
+    return [round(index * step, 10) for index in range(int(maximum / step + 1e-9) + 1)]
 
 
 def _text(words: str) -> str:

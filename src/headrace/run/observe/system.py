@@ -59,14 +59,17 @@ class SystemWatch:
         self._run_dir = run_dir
         self._clock = clock
         self._processes: dict[int, psutil.Process] = {}
-        self._before: dict[int, _Sample] = {}
+        """The ``psutil`` objects of the processes that were read, by pid."""
+        self._last_samples: dict[int, _Sample] = {}
+        """The counters of each process at the last reading, by pid."""
         self._read_s: float | None = None
+        """The time of the last reading; ``None`` before the first."""
         self.usage: Usage | None = None
         """The usage between the last two readings; ``None`` before the second reading."""
 
     def read(self, parts: Iterable[Part]) -> dict[str, float]:
         """Return metrics by name: the memory of each kind of process (``memory/KIND``) and the free space on the disk
-        of the run (``disk_free_bytes``), both in bytes. A process that has ended is left out.
+        of the run (``disk_free_bytes``), both in bytes. ``parts`` are the processes; one that has ended is skipped.
 
         From the second reading on, the result also has the usage since the last one: ``cpu/KIND``, in processors;
         ``cpu_queued/KIND``, the fraction of the time in which the thread of that kind that waited longest was ready to
@@ -82,12 +85,12 @@ class SystemWatch:
         for role, pid in parts:
             kind = role.partition("-")[0]
             try:
-                memory[f"memory/{kind}"] += self._process(pid).memory_info().rss
-                before, sample = self._before.get(pid), self._sample(pid)
+                memory[f"memory/{kind}"] += self._get_process(pid).memory_info().rss
+                before, sample = self._last_samples.get(pid), self._take_sample(pid)
             except PROCESS_GONE:  # the launcher reports that it has ended
                 self._processes.pop(pid, None)
                 continue
-            self._before[pid] = sample
+            self._last_samples[pid] = sample
             if before is None or sample.at_s <= before.at_s:
                 continue
             took_s = sample.used_s - before.used_s
@@ -103,17 +106,17 @@ class SystemWatch:
         free = shutil.disk_usage(self._run_dir).free
         return {**memory, **cpu, **shares, "disk_free_bytes": float(free)}
 
-    def _process(self, pid: int) -> psutil.Process:
+    def _get_process(self, pid: int) -> psutil.Process:
         """Return the ``psutil`` object of the process ``pid``. One object is kept for each process, since it caches
         some of its readings."""
         if pid not in self._processes:
             self._processes[pid] = psutil.Process(pid)
         return self._processes[pid]
 
-    def _sample(self, pid: int) -> _Sample:
-        """Return the present counters of the process ``pid``. Raises one of the errors :data:`PROCESS_GONE` where the
+    def _take_sample(self, pid: int) -> _Sample:
+        """Return the present counters of the process ``pid``. Raises one of the errors :data:`PROCESS_GONE` if the
         process has ended."""
-        times = self._process(pid).cpu_times()
+        times = self._get_process(pid).cpu_times()
         sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)
         sample.queued_s = {thread: waited / 1e9 for thread, (_, waited) in thread_times_ns(pid).items()}
         return sample

@@ -24,7 +24,7 @@ from headrace.control.observer import Observer
 from headrace.run.observe.words import ages_in_words, bar, duration, number, percent, sparkline
 
 NARROW = 60
-"""The width in columns below which the frame and the explanations are left out."""
+"""The width in columns below which the frame and the explanations are omitted."""
 
 
 class TerminalView(Observer, Protocol):
@@ -171,8 +171,7 @@ class LiveView:
 def draw(state: LiveState, width: int) -> RenderableType:
     """Return the picture of the run's present state for a terminal of ``width`` columns: rows with progress, reward,
     rates, groups and token ages (for a run on given rows, the figures of its last step), then the waits of the loops,
-    the verdict, warnings and a sample completion. Below :data:`NARROW` columns the frame and the sample are left
-    out."""
+    the verdict, warnings and a sample completion. Below :data:`NARROW` columns the frame and the sample are omitted."""
     shown = _Rows(state, width)
     idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
@@ -212,13 +211,16 @@ class _Rows:
         """Prepare the parts of ``state`` for a terminal of ``width`` columns, which defines the length of bars and
         texts."""
         self.narrow = width < NARROW
+        """Whether the terminal is narrow, so that some parts are omitted or shorter."""
         self._state = state
-        self._inner = min(width, 110) - (0 if self.narrow else 4)
-        self._bars = max(6, min(30, self._inner - 54))
+        self._inner_width = min(width, 110) - (0 if self.narrow else 4)
+        """The width inside the frame, in columns."""
+        self._bar_width = max(6, min(30, self._inner_width - 54))
+        """The length of bars and sparklines, in columns."""
 
     def progress(self) -> Text:
         """Return a bar and the number of the steps that have ended, the time since the start, and the estimated
-        remaining time, where there is an estimate."""
+        remaining time, if there is an estimate."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
@@ -227,11 +229,11 @@ class _Rows:
 
     def reward(self) -> Text:
         """Return a sparkline of the mean reward of every step, with the latest, the first and the best of them, and the
-        latest evaluation, where there is one; ``none yet`` before the first reward."""
+        latest evaluation, if there is one; ``none yet`` before the first reward."""
         known = [reward for reward in self._state.rewards if reward is not None]
         if not known:
             return Text("none yet", style="dim")
-        line = sparkline(self._state.rewards, self._bars)
+        line = sparkline(self._state.rewards, self._bar_width)
         text = Text.assemble((line, "green"), " ", (number(known[-1]), "bold"))
         text.append(f"  first {number(known[0])}  best {number(max(known))}", style="dim")
         if self._state.eval_accuracy is not None:
@@ -242,9 +244,9 @@ class _Rows:
         """Return a sparkline of the tokens trained per second in each step and, on a wide terminal, one of the share of
         each step in which the learner waited for its batch. Call it only after the first step."""
         rates, waited = self._state.throughput, self._state.waited
-        text = Text.assemble((sparkline(rates, self._bars), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
+        text = Text.assemble((sparkline(rates, self._bar_width), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
         if waited and not self.narrow:
-            text.append("  waited ", style="dim").append(sparkline(waited, self._bars // 2), style="yellow")
+            text.append("  waited ", style="dim").append(sparkline(waited, self._bar_width // 2), style="yellow")
             text.append(f" {percent(waited[-1])}")
         return text
 
@@ -253,7 +255,7 @@ class _Rows:
         the version of its weights.
 
         ``idle`` is the share of time in which it did not work, from 0 to 1; ``None`` before it has started. ``tok_s``
-        is its rate in tokens per second, sampled or trained; ``version`` is −1 where it has no weights yet.
+        is its rate in tokens per second, sampled or trained; ``version`` is −1 if it has no weights yet.
         """
         if idle is None:
             return Text("not started yet", style="dim")
@@ -276,7 +278,7 @@ class _Rows:
             return Text("nothing trained yet", style="dim")
         text = Text()
         for index, (_, tokens) in enumerate(ages):
-            text.append("█▓▒░"[min(index, 3)] * round(tokens / total * self._bars), style="magenta")
+            text.append("█▓▒░"[min(index, 3)] * round(tokens / total * self._bar_width), style="magenta")
         return text.append(f" {ages_in_words(dict(ages))}")
 
     def waits(self) -> Table:
@@ -290,12 +292,12 @@ class _Rows:
         if not self.narrow:
             table.add_column("unblocked by", no_wrap=True, overflow="ellipsis")
         for wait in self._state.waits:
-            table.add_row(*self._wait_row(wait))
+            table.add_row(*self._format_wait(wait))
         return table
 
-    def _wait_row(self, wait: Wait) -> list[Text]:
+    def _format_wait(self, wait: Wait) -> list[Text]:
         """Return the cells of one loop's row in the table of :meth:`waits`. On a narrow terminal the last cell, the
-        part that can end the wait, is left out."""
+        part that can end the wait, is omitted."""
         style = "yellow" if wait.state == "waiting" else "green"
         row = [
             Text(visible(wait.loop, 20)),
@@ -318,12 +320,12 @@ class _Rows:
 
     def sample(self) -> Text:
         """Return the latest completion of the policy, cut to about two lines and with control characters made visible,
-        and its reward where that is known."""
+        and its reward if that is known."""
         text = Text("latest completion", style="dim", no_wrap=True, overflow="ellipsis", end="")
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")
-        return text.append(": ").append(visible(self._state.sample, 2 * self._inner), style="not dim")
+        return text.append(": ").append(visible(self._state.sample, 2 * self._inner_width), style="not dim")
 
     def _bar(self, frac: float) -> str:
         """Return a bar of block characters, as long as all bars of this picture, filled to the fraction ``frac``."""
-        return bar(frac, self._bars)
+        return bar(frac, self._bar_width)

@@ -27,7 +27,7 @@ def is_wait(span: Span) -> bool:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of ``intervals``, which may overlap and come in any order: disjoint intervals in rising order.
-    Empty intervals are left out.
+    Empty intervals are skipped.
 
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]
@@ -100,7 +100,7 @@ def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
     return 1.0 - busy_frac(spans, lane, within)
 
 
-def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
+def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
     """Return the part of an account that follows from spans: for the interval ``within``, how long engines, learner and
     controller worked, and how long engines and learner waited for which part. Other fields keep their defaults; the
     times of several engines are averaged.
@@ -108,8 +108,8 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
     A process that is stopped does not count as working, even inside a span. A moment in which the learner is idle
     belongs to :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped; otherwise it belongs
     to the first part in :data:`LEARNER_WAITS` that works at that moment. The idle time of every engine is divided in
-    the same way, where a stop of this engine alone counts too. The shares are disjoint and cover all idle time.
-    ``known`` names lanes that exist, although they may have no span in ``within``.
+    the same way, if a stop of this engine alone counts too. The shares are disjoint and cover all idle time. ``known``
+    names lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:
@@ -118,31 +118,33 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         if span.end_s > within[0] and span.start_s < within[1]:
             lanes[span.lane].append(span)
 
-    def when(lane: str, matches: Callable[[Span], bool]) -> list[Interval]:
+    def find_time(lane: str, matches: Callable[[Span], bool]) -> list[Interval]:
         """Return the time of the spans of ``lane`` for which ``matches`` is true, as a union inside ``within``."""
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     engines = [lane for lane in lanes if is_engine(lane)]
-    own_stops = {lane: when(Cause.STOPPED, _is_stop_of(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
-    works = {lane: _subtract(when(lane, _is_work), own_stops[lane]) for lane in lanes}
+    own_stops = {
+        lane: find_time(Cause.STOPPED, _make_stop_test(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)
+    }
+    works = {lane: _subtract(find_time(lane, _is_work), own_stops[lane]) for lane in lanes}
     stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
     count = max(1, len(engines))
     parts: dict[str, Sequence[Interval]] = {**{cause: works.get(cause, []) for cause in Cause}, Cause.STOPPED: stops}
     parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
-    waits = {name: when("learner", _has_name(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
+    waits = {name: find_time("learner", _has_name(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
     engine_waits: dict[str, float] = dict.fromkeys(map(str, Cause), 0.0)
     for lane in engines:
-        also = {**parts, Cause.STOPPED: union(chain(stops, own_stops[lane]))}
-        for cause, part in split(complement(works[lane], within), also, ENGINE_WAITS).items():
-            engine_waits[cause] += seconds(part) / count
-    exposed = _subtract(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
+        engine_parts = {**parts, Cause.STOPPED: union(chain(stops, own_stops[lane]))}
+        for cause, share in split_by_cause(complement(works[lane], within), engine_parts, ENGINE_WAITS).items():
+            engine_waits[cause] += seconds(share) / count
+    exposed = _subtract(find_time("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
     return Account(
         seconds=within[1] - within[0],
         engine_busy_s=sum(seconds(works[lane]) for lane in engines) / count,
-        prefill_s=sum(seconds(when(lane, lambda span: span.name == "prefill")) for lane in engines) / count,
+        prefill_s=sum(seconds(find_time(lane, lambda span: span.name == "prefill")) for lane in engines) / count,
         engine_waits_s={cause: time_s for cause, time_s in engine_waits.items() if time_s},
         learner_busy_s=seconds(works.get("learner", [])),
-        learner_waits_s=_learner_waits(complement(works.get("learner", []), within), waits, parts),
+        learner_waits_s=_sum_learner_waits(complement(works.get("learner", []), within), waits, parts),
         controller_busy_s=seconds(works.get(Cause.CONTROLLER, [])),
         lanes_s={lane: seconds(time) for lane, time in works.items()},
         exposed_sync_s=seconds(exposed),
@@ -168,14 +170,14 @@ ENGINE_WAITS = (Cause.STOPPED, Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNE
 """The parts for which an engine without requests may wait; the first part that works is the cause."""
 
 
-def split(
+def split_by_cause(
     idle: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], order: Iterable[Cause]
 ) -> dict[str, list[Interval]]:
     """Return the idle time ``idle`` of one lane divided by its cause: each moment belongs to the first part in
     ``order`` that works at that moment, or else to ``nobody``. ``parts`` has the time in which each part works, by its
     name; ``idle`` and all results are unions.
 
-    >>> split([(0, 4)], {"controller": [(1, 3)], "scoring": [(0, 2)]}, (Cause.CONTROLLER, Cause.SCORING))
+    >>> split_by_cause([(0, 4)], {"controller": [(1, 3)], "scoring": [(0, 2)]}, (Cause.CONTROLLER, Cause.SCORING))
     {'controller': [(1, 3)], 'scoring': [(0, 1)], 'nobody': [(3, 4)]}
     """
     shares: dict[str, list[Interval]] = {}
@@ -194,23 +196,23 @@ def _subtract(intervals: Sequence[Interval], covered: Sequence[Interval]) -> lis
     return intersection(intervals, complement(covered, (intervals[0][0], intervals[-1][1])))
 
 
-def _learner_waits(
+def _sum_learner_waits(
     idle: list[Interval], waits: Mapping[str, Sequence[Interval]], parts: Mapping[str, Sequence[Interval]]
 ) -> dict[str, float]:
-    """Return how long the learner waited, in seconds by cause; a cause without any time is left out.
+    """Return how long the learner waited, in seconds by cause; a cause without any time is omitted.
 
     ``idle`` is all time in which the learner did not work. ``waits`` has the time of its wait spans, by their name, and
     ``parts`` the time in which every part works, by the name of the part. Time in which the run is stopped is counted
     first, then the wait for a weight buffer; :data:`LEARNER_WAITS` divides the remaining time.
     """
     total: dict[str, float] = {}
-    for cause, reason in ((Cause.STOPPED, parts[Cause.STOPPED]), (Cause.SYNC, waits[WAIT_SYNC])):
-        total[str(cause)] = seconds(intersection(idle, reason))
-        idle = _subtract(idle, reason)
+    for first_cause, time in ((Cause.STOPPED, parts[Cause.STOPPED]), (Cause.SYNC, waits[WAIT_SYNC])):
+        total[str(first_cause)] = seconds(intersection(idle, time))
+        idle = _subtract(idle, time)
     for name, order in LEARNER_WAITS.items():
         inside = intersection(idle, waits[name]) if name else idle
-        for part, time in split(inside, parts, order).items():
-            total[part] = total.get(part, 0.0) + seconds(time)
+        for cause, time in split_by_cause(inside, parts, order).items():
+            total[cause] = total.get(cause, 0.0) + seconds(time)
         idle = _subtract(idle, inside)
     return {cause: time_s for cause, time_s in total.items() if time_s > 0}
 
@@ -226,7 +228,7 @@ def _common_time(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> 
     return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
 
 
-def _is_stop_of(lane: str) -> Callable[[Span], bool]:
+def _make_stop_test(lane: str) -> Callable[[Span], bool]:
     """Return a predicate for spans of the lane ``stopped``, whose names are lanes: true for a span in which the process
     of ``lane`` was stopped. The learner also counts as stopped while one of its ranks (``learner-1``, ...) is."""
     ranks = f"{lane}-" if lane == Cause.LEARNER else ""
@@ -244,5 +246,5 @@ def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Inter
 
 
 def is_engine(lane: str) -> bool:
-    """Return whether ``lane`` belongs to an engine: ``engine``, or ``engine-1`` and so on where a run has several."""
+    """Return whether ``lane`` belongs to an engine: ``engine``, or ``engine-1`` and so on if a run has several."""
     return lane == "engine" or lane.startswith("engine-")

@@ -10,7 +10,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return ``value`` as text with ``digits`` significant digits, or as a whole number where it has at least that many
+    """Return ``value`` as text with ``digits`` significant digits, or as a whole number if it has at least that many
     digits before the point; a dash for ``None``.
 
     >>> number(0.71349), number(12345.6), number(None)
@@ -23,9 +23,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def plural(amount: float | None, one: str, many: str = "") -> str:
-    """Return ``amount`` with its unit as text; a dash for ``None``. ``one`` is the unit in the singular, and ``many``
-    in the plural (by default ``one`` with an ``s``).
+def plural(amount: float | None, unit: str, units: str = "") -> str:
+    """Return ``amount`` with its unit as text; a dash for ``None``. ``unit`` is the unit in the singular, and ``units``
+    in the plural (by default ``unit`` with an ``s``).
 
     >>> plural(1, "version"), plural(0, "version"), plural(2, "entry", "entries"), plural(12345, "token")
     ('1 version', '0 versions', '2 entries', '12,345 tokens')
@@ -33,7 +33,7 @@ def plural(amount: float | None, one: str, many: str = "") -> str:
     if amount is None:
         return "–"
     shown = f"{amount:,.0f}" if float(amount).is_integer() else number(amount)
-    return f"{shown} {one if amount == 1 else many or f'{one}s'}"
+    return f"{shown} {unit if amount == 1 else units or f'{unit}s'}"
 
 
 def percent(share: float) -> str:
@@ -46,9 +46,9 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
-    """Return shares, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded so
-    that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
-    share is 0, so are all percentages.) Where ``total`` is ``None``, each share is rounded by itself, halves up.
+    """Return ``shares``, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded
+    so that they add up to exactly ``total`` percent: the shares with the largest remainders are rounded up. (If every
+    share is 0, so are all percentages.) If ``total`` is ``None``, each share is rounded by itself, halves up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])
@@ -59,8 +59,8 @@ def percents(shares: Sequence[float], total: int | None) -> list[int]:
     exact = [share / whole * total if whole > 0 else 0.0 for share in shares]
     floors = [math.floor(each) for each in exact]
     left = total - sum(floors) if whole > 0 else 0
-    first = sorted(range(len(exact)), key=lambda place: floors[place] - exact[place])[:left]
-    return [floor + (place in first) for place, floor in enumerate(floors)]
+    rounded_up = sorted(range(len(exact)), key=lambda index: floors[index] - exact[index])[:left]
+    return [floor + (index in rounded_up) for index, floor in enumerate(floors)]
 
 
 def duration(seconds: float | None) -> str:
@@ -87,7 +87,7 @@ def duration(seconds: float | None) -> str:
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
     """Return ``values`` as a chart in one line of at most ``width`` characters: each is a vertical bar for the mean of
-    one or more neighbouring values, between the least mean and the greatest. A bar whose values are all ``None`` is a
+    one or more neighbouring values, between the smallest mean and the largest. A bar whose values are all ``None`` is a
     blank.
 
     >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2)

@@ -62,7 +62,7 @@ class SettingsRule(Generic[F]):
     remedy: str
     """The format string of the remedy: which setting to change, and to what."""
 
-    def error(self, config: RunSections, facts: F) -> ConfigError | None:
+    def find_error(self, config: RunSections, facts: F) -> ConfigError | None:
         """Return the error, for the caller to raise, if ``facts`` break the rule; ``None`` if they do not. The values
         of ``config``, the settings of the run, are filled into the text of the error."""
         broken = self.broken(facts)
@@ -77,6 +77,6 @@ def refuse(rules: Iterable[SettingsRule[F]], config: RunSections, facts: F) -> N
     """Check ``rules`` in order, and raise :class:`~headrace.base.errors.ConfigError` for the first rule that ``facts``
     break. ``config`` contains the settings of the run, whose values the error names."""
     for rule in rules:
-        error = rule.error(config, facts)
+        error = rule.find_error(config, facts)
         if error is not None:
             raise error

@@ -53,12 +53,12 @@ class RunSections(Section):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _old_policy_follows_the_ages(cls, tree: Any) -> Any:
+    def _add_age_dependent_defaults(cls, tree: Any) -> Any:
         """Return ``tree``, the content of a run file before its validation, with two defaults added that depend on
-        ``flow.max_age``. The defaults apply where tokens of older weights are trained, for settings that are not set.
+        ``flow.max_age``. The defaults apply if tokens of older weights are trained, for settings that are not set.
 
-        μ becomes π_old (``algo.old = "engine"``). With ``algo.old = "sampled"``, where π_old is computed with the
-        weights of each token's own version, the learner keeps as many old versions as the greatest age of a token.
+        μ becomes π_old (``algo.old = "engine"``). With ``algo.old = "sampled"``, with which π_old is computed with the
+        weights of each token's own version, the learner keeps as many old versions as the maximum age of a token.
         """
         algo = tree.get("algo", {}) if isinstance(tree, dict) else None
         if not isinstance(algo, dict):

@@ -71,7 +71,7 @@ _WEIGHTS: Rules = (
 # -- episodes: environment, agents, filters ---------------------------------------------------------------------------
 
 
-def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunSections], Broken]:
+def _check_adapter_agents(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunSections], Broken]:
     """Return the test of a rule about the agents that train a LoRA adapter of their own (``model.lora.agents``). The
     rule is broken if ``is_bad(settings, agent's name)`` is true for one of these agents."""
 
@@ -87,39 +87,41 @@ def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunS
     return broken
 
 
-def _ineffective_filter(c: RunSections) -> Broken:
+def _find_ineffective_filter(c: RunSections) -> Broken:
     """Return the index and the ``max_tokens`` of the first length filter whose ``max_tokens`` has no effect, because no
     answer can be longer; false if there is no such filter. Only single-turn environments are checked."""
     for index, each in enumerate(c.flow.filters):
-        longest = each.max_tokens if isinstance(each, LengthFilter) else None
-        if longest is not None and longest >= c.engine.max_new_tokens and c.env.kind == "single_turn":
-            return {"index": index, "longest": longest}
+        max_tokens = each.max_tokens if isinstance(each, LengthFilter) else None
+        if max_tokens is not None and max_tokens >= c.engine.max_new_tokens and c.env.kind == "single_turn":
+            return {"index": index, "max_tokens": max_tokens}
     return False
 
 
 _EPISODES: Rules = (
     SettingsRule(
         keys=("model.lora.agents", "env.agents"),
-        broken=_adapter_agent(lambda c, name: name in RESERVED),
+        broken=_check_adapter_agents(lambda c, name: name in RESERVED),
         reason="model.lora.agents: {name!r} is taken: " + ", ".join(sorted(RESERVED)) + " are authors in every "
         "episode; the policy has an adapter without being named",
         remedy="choose another name",
     ),
     SettingsRule(
         keys=("model.lora.agents", "env.kind"),
-        broken=_adapter_agent(lambda c, name: not c.env.has_endpoint),
+        broken=_check_adapter_agents(lambda c, name: not c.env.has_endpoint),
         reason="model.lora.agents: {name!r} is never asked: with env.kind={env.kind!r} the policy answers alone",
         remedy="set env.kind = 'rollout' or 'program', or leave model.lora.agents out",
     ),
     SettingsRule(
         keys=("model.lora.agents", "env.agents"),
-        broken=_adapter_agent(lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)),
+        broken=_check_adapter_agents(
+            lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)
+        ),
         reason="model.lora.agents: {name!r} is not among env.agents",
         remedy="{nearest}; or add a table",
     ),
     SettingsRule(
         keys=("model.lora.agents", "env.agents"),
-        broken=_adapter_agent(
+        broken=_check_adapter_agents(
             lambda c, name: any(row.name == name and not isinstance(row, TrainedAgent) for row in c.env.agents)
         ),
         reason="model.lora.agents: {name!r} is to train an adapter, and in env.agents it is {row}",
@@ -140,8 +142,8 @@ _EPISODES: Rules = (
     ),
     SettingsRule(
         keys=("flow.filters", "engine.max_new_tokens", "env.kind"),
-        broken=_ineffective_filter,
-        reason="flow.filters[{index}] 'length': max_tokens={longest}, and no answer has more than "
+        broken=_find_ineffective_filter,
+        reason="flow.filters[{index}] 'length': max_tokens={max_tokens}, and no answer has more than "
         "engine.max_new_tokens={engine.max_new_tokens}",
         remedy="set max_tokens < {engine.max_new_tokens}, or leave it out: what was cut off is meant",
     ),
@@ -186,9 +188,9 @@ _SHARDS: Rules = (
 # -- learning: the columns that a loss reads, and the part that computes them -----------------------------------------
 
 
-def _loss_name(algo: AlgoConfig) -> str:
-    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` where a bundle of
-    the same name contains the loss, or else ``algo.loss``."""
+def _describe_loss(algo: AlgoConfig) -> str:
+    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle`` if a bundle of the
+    same name contains the loss, or else ``algo.loss``."""
     named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
     return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
 
@@ -200,7 +202,7 @@ def _has_foreign_reference(learner: LearnerConfig) -> bool:
     return isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
 
 
-def _missing_columns(c: RunSections) -> Broken:
+def _find_missing_columns(c: RunSections) -> Broken:
     """Return the names of the columns (values for each token, such as a policy's logprobs) that the loss reads and the
     learner does not compute; false if the learner computes all of them."""
     missing = sorted(c.algo.columns - COLUMNS - {"log_ref", "top_k"})
@@ -212,15 +214,15 @@ def _is_distillation(algo: AlgoConfig) -> bool:
     return "top_k" in algo.columns
 
 
-def _too_few_versions(c: RunSections) -> Broken:
-    """Return the number of old versions that the learner keeps and the greatest age of a token, if ``algo.old =
+def _keeps_too_few_versions(c: RunSections) -> Broken:
+    """Return the number of old versions that the learner keeps and the maximum age of a token, if ``algo.old =
     "sampled"`` and the learner keeps too few versions; else false. ``sampled`` compares each token with the weights
     that sampled it."""
     num_kept = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
-    return c.algo.old == "sampled" and num_kept < c.flow.largest_age and {"held": num_kept, "age": c.flow.largest_age}
+    return c.algo.old == "sampled" and num_kept < c.flow.largest_age and {"kept": num_kept, "age": c.flow.largest_age}
 
 
-def _no_teacher(c: RunSections) -> Broken:
+def _lacks_teacher(c: RunSections) -> Broken:
     """Return the name of the loss or the advantage that learns from a teacher, if the settings have no teacher; else
     false."""
     distils, algo = _is_distillation(c.algo), c.algo
@@ -235,7 +237,7 @@ _BOTH_OLD = "set both: algo.old = 'kept' and learner.old.kind = 'lagged', 'refre
 _LEARNING: Rules = (
     SettingsRule(
         keys=("algo.loss", "run"),
-        broken=lambda c: isinstance(c.algo.loss, Ce) and {"loss": _loss_name(c.algo)},
+        broken=lambda c: isinstance(c.algo.loss, Ce) and {"loss": _describe_loss(c.algo)},
         reason="{loss} would teach the model its own answers, right and wrong alike: a run trains what the model has "
         "just sampled, and this loss (cross-entropy) does not look at what it earned. It is not fine-tuning on "
         "demonstrations, of which a run has none",
@@ -243,7 +245,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.loss", "run"),
-        broken=lambda c: "pairs" in c.algo.columns and {"loss": _loss_name(c.algo)},
+        broken=lambda c: "pairs" in c.algo.columns and {"loss": _describe_loss(c.algo)},
         reason="{loss} learns from pairs of answers, one preferred to the other, and a run has none: it samples groups "
         "of answers and gives each a reward",
         remedy=f"{_TO_REWARDS}; to learn from given pairs, use headrace dpo (docs/sft.md)",
@@ -251,7 +253,9 @@ _LEARNING: Rules = (
     SettingsRule(
         keys=("algo.loss", "learner.reference"),
         broken=lambda c: (
-            isinstance(c.algo.loss, RefKl) and not _has_foreign_reference(c.learner) and {"loss": _loss_name(c.algo)}
+            isinstance(c.algo.loss, RefKl)
+            and not _has_foreign_reference(c.learner)
+            and {"loss": _describe_loss(c.algo)}
         ),
         reason="{loss} is nothing but the distance from the reference, which is this model's own past: it would bring "
         "the model back to where it came from, whatever its answers earned",
@@ -259,13 +263,13 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.loss", "algo.correction", "learner"),
-        broken=_missing_columns,
+        broken=_find_missing_columns,
         reason="algo.loss={algo.loss.kind!r} with its corrections reads {missing}, which the learner does not compute",
         remedy="choose another algo.loss or algo.correction",
     ),
     SettingsRule(
         keys=("algo.loss", "algo.advantage", "learner.teachers"),
-        broken=_no_teacher,
+        broken=_lacks_teacher,
         reason="{what} learns from a teacher, and there is none",
         remedy="add [[learner.teachers]] with kind = 'model' and its path; or, to learn from this model's own past, "
         "'ema' or 'lagged'",
@@ -303,8 +307,8 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.old", "learner.old.versions", "flow.max_age"),
-        broken=_too_few_versions,
-        reason="algo.old='sampled' needs a copy of the weights for each of {age} versions, and {held} are kept",
+        broken=_keeps_too_few_versions,
+        reason="algo.old='sampled' needs a copy of the weights for each of {age} versions, and {kept} are kept",
         remedy=f"leave learner.old.versions out, and flow.max_age at {MOST_VERSIONS} or less",
     ),
 )
@@ -312,7 +316,7 @@ _LEARNING: Rules = (
 # -- credit: rewards, segments, branches, the critic -------------------------------------------------------------------
 
 
-def _ignored_weights(c: RunSections) -> Broken:
+def _find_ignored_weights(c: RunSections) -> Broken:
     """Return the weights of ``env.rewards`` if they differ and the advantage is ``gdpo`` without weights of its own,
     which ignores the weights of ``env.rewards``; else false."""
     advantage, weights = c.algo.advantage, [reward.weight for reward in c.env.rewards]
@@ -321,7 +325,7 @@ def _ignored_weights(c: RunSections) -> Broken:
     return {"weights": weights}
 
 
-def _wrong_number_of_weights(c: RunSections) -> Broken:
+def _has_wrong_number_of_weights(c: RunSections) -> Broken:
     """Return the number of weights of the advantage ``gdpo`` and the number of ``env.rewards``, if they differ; else
     false."""
     advantage, num_rewards = c.algo.advantage, len(c.env.rewards)
@@ -331,27 +335,27 @@ def _wrong_number_of_weights(c: RunSections) -> Broken:
     return num_weights != num_rewards and {"num_weights": num_weights, "num_rewards": num_rewards}
 
 
-def _num_graded_by_turn(c: RunSections) -> int | None:
+def _count_graded_by_turn(c: RunSections) -> int | None:
     """Return the number of ``env.rewards`` that grade single turns or segments (process rewards) if the advantage is
     ``prpo``, the only advantage that credits segments; else ``None``."""
     return sum(reward.by_turn for reward in c.env.rewards) if isinstance(c.algo.advantage, Prpo) else None
 
 
-def _ineffective_over_turns(c: RunSections) -> Broken:
+def _find_ineffective_over_turns(c: RunSections) -> Broken:
     """Return the first process reward whose ``over_turns`` (the way in which the values of turns are combined) is set
     without effect; else false. With ``prpo`` process rewards do not count in the episode's reward."""
-    if _num_graded_by_turn(c) is None:
+    if _count_graded_by_turn(c) is None:
         return False
     without_effect = (reward for reward in c.env.rewards if reward.by_turn and reward.over_turns != "mean")
     return next(({"reward": reward} for reward in without_effect), False)
 
 
-def _trial_credit(c: RunSections) -> Floats | DataError | None:
+def _compute_trial_credit(c: RunSections) -> Floats | DataError | None:
     """Return the credit that the advantage computes for two invented episodes of one token each, with rewards 0 and 1,
     in one group. The rules use it to find out what kind of advantage it is.
 
-    The result is the error where the advantage refuses these episodes, and ``None`` where it reads more than rewards,
-    groups and lengths, such as a critic's values.
+    The result is the error if the advantage refuses these episodes, and ``None`` if it reads more than rewards, groups
+    and lengths, such as a critic's values.
     """
     advantage = c.algo.advantage
     if isinstance(advantage, Prpo) or advantage.stateful or advantage.by_critic or advantage.by_teacher:
@@ -365,16 +369,16 @@ def _trial_credit(c: RunSections) -> Floats | DataError | None:
 
 
 def _advantage_refuses_trial(c: RunSections) -> Broken:
-    """Return the reason why the advantage refuses two invented episodes (:func:`_trial_credit`); false if it accepts
-    them. An advantage that refuses them would refuse the episodes of the run as well."""
-    credit = _trial_credit(c)
+    """Return the reason why the advantage refuses two invented episodes (:func:`_compute_trial_credit`); false if it
+    accepts them. An advantage that refuses them would refuse the episodes of the run as well."""
+    credit = _compute_trial_credit(c)
     return isinstance(credit, DataError) and {"why": credit.problem}
 
 
 def _credits_tokens(c: RunSections) -> bool:
     """Return whether the advantage computes a credit for each token, which a run does not support, instead of one
     credit for each episode."""
-    credit = _trial_credit(c)
+    credit = _compute_trial_credit(c)
     return isinstance(credit, np.ndarray) and (c.algo.advantage.per_token or credit.shape != (2,))
 
 
@@ -393,7 +397,7 @@ def _compares_branches(algo: AlgoConfig) -> bool:
         return False
 
 
-def _ineffective_critic(c: RunSections) -> Broken:
+def _find_ineffective_critic_setting(c: RunSections) -> Broken:
     """Return the name and the value of a setting in ``[learner.critic]`` that differs from its default although the
     advantage has no critic; else false."""
     given, default = c.learner.critic.model_dump(), CriticConfig().model_dump()
@@ -409,13 +413,13 @@ _SEPARABLE = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
 _CREDIT: Rules = (
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=_ignored_weights,
+        broken=_find_ignored_weights,
         reason="algo.advantage='gdpo' normalises each reward by itself: the weights of env.rewards do not count",
         remedy="set algo.advantage.weights = {weights}",
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=_wrong_number_of_weights,
+        broken=_has_wrong_number_of_weights,
         reason="algo.advantage.weights has {num_weights} entries for {num_rewards} env.rewards",
         remedy="give one for each, in order",
     ),
@@ -427,21 +431,21 @@ _CREDIT: Rules = (
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=lambda c: _num_graded_by_turn(c) == 0,
+        broken=lambda c: _count_graded_by_turn(c) == 0,
         reason="algo.advantage={algo.advantage.kind!r} credits segments by their process rewards, and none of "
         "env.rewards has by_turn",
         remedy="add a component with by_turn = true, which then grades every segment",
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards", "env.kind"),
-        broken=lambda c: _num_graded_by_turn(c) == len(c.env.rewards) and not c.env.remote,
+        broken=lambda c: _count_graded_by_turn(c) == len(c.env.rewards) and not c.env.remote,
         reason="algo.advantage={algo.advantage.kind!r} aligns segments with an outcome, and all env.rewards are "
         "process rewards",
         remedy="add a component without by_turn, which scores the whole answer",
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=_ineffective_over_turns,
+        broken=_find_ineffective_over_turns,
         reason="env.rewards {reward.label!r} has over_turns={reward.over_turns!r}, which has no effect with "
         "algo.advantage={algo.advantage.kind!r}: process rewards do not count in the episode's",
         remedy="leave over_turns out",
@@ -489,15 +493,15 @@ _CREDIT: Rules = (
         broken=lambda c: (
             c.algo.advantage.compares_siblings
             and c.flow.min_episodes == 1
-            and {"least": "group_size" if c.flow.group_size == 1 else "min_episodes"}
+            and {"setting": "group_size" if c.flow.group_size == 1 else "min_episodes"}
         ),
-        reason="flow.{least}=1 with algo.advantage={algo.advantage.kind!r}, which compares the episodes of a group: "
+        reason="flow.{setting}=1 with algo.advantage={algo.advantage.kind!r}, which compares the episodes of a group: "
         "one by itself earns no credit",
-        remedy="set flow.{least} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
+        remedy="set flow.{setting} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
     ),
     SettingsRule(
         keys=("learner.critic", "algo.advantage"),
-        broken=_ineffective_critic,
+        broken=_find_ineffective_critic_setting,
         reason="learner.critic.{key}={value!r} has no effect: algo.advantage={algo.advantage.kind!r} has no critic",
         remedy="set algo.advantage = 'gae', or leave [learner.critic] out",
     ),
@@ -535,9 +539,9 @@ _STALENESS: Rules = (
 )
 
 
-def idle_clip(config: RunSections) -> list[str]:
+def find_idle_clip(config: RunSections) -> list[str]:
     """Return a list with one warning for a run that trains tokens of older weights with a loss whose clip never acts;
-    an empty list for any other run. The clip never acts where the loss compares π with the learner's own weights before
+    an empty list for any other run. The clip never acts if the loss compares π with the learner's own weights before
     the step, since the ratio is then always 1."""
     if config.flow.largest_age == 0 or not config.algo.clip_is_idle:
         return []

@@ -41,7 +41,7 @@ class ModelFacts:
     config: RunSections
     """The settings of the run."""
     chat_template: str | None
-    """The template by which the tokenizer writes messages; ``None`` where it has none."""
+    """The template by which the tokenizer writes messages; ``None`` if it has none."""
     routes: bool
     """Whether the model is a mixture of experts whose routing can be recorded."""
 
@@ -54,7 +54,7 @@ class RowFacts:
     config: RunSections
     """The settings of the run."""
     tasks: Sequence[Task]
-    """The rows to train on; empty where nothing is trained."""
+    """The rows to train on; empty if nothing is trained."""
     eval_tasks: Sequence[Task]
     """The held-out rows."""
     limit: ContextLimit
@@ -63,20 +63,19 @@ class RowFacts:
     """The number of tokens in the model's vocabulary."""
 
     @property
-    def shortest(self) -> int:
-        """The length of the shortest prompt to train on (of the held-out prompts, where nothing is trained), in
-        tokens."""
+    def shortest_prompt(self) -> int:
+        """The length of the shortest prompt to train on (of the held-out prompts, if nothing is trained), in tokens."""
         return min(len(task.prompt_ids_T) for task in self.tasks or self.eval_tasks)
 
     @property
-    def longest(self) -> int:
+    def longest_prompt(self) -> int:
         """The length of the longest prompt, held-out rows included, in tokens."""
         return max(len(task.prompt_ids_T) for task in [*self.tasks, *self.eval_tasks])
 
     @property
     def longest_sample(self) -> int:
-        """The largest length of prompt and answer together that the learner may receive, in tokens; 0 where nothing
-        is trained."""
+        """The maximum length of prompt and answer together that the learner may receive, in tokens; 0 if nothing is
+        trained."""
         if not self.tasks:
             return 0
         longest = max(len(task.prompt_ids_T) for task in self.tasks)
@@ -84,17 +83,17 @@ class RowFacts:
 
     @property
     def context(self) -> int:
-        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or where
-        that is unset the length that the prompts need, at most the model's limit."""
+        """The maximum length of prompt and answer together in this run, in tokens: ``engine.max_context``, or if that
+        is unset the length that the prompts need, at most the model's limit."""
         engine, possible = self.config.engine, self.limit.length
         if engine.max_context is not None:
             return engine.max_context
-        return possible if self.config.env.remote else min(possible, self.longest + engine.max_new_tokens)
+        return possible if self.config.env.remote else min(possible, self.longest_prompt + engine.max_new_tokens)
 
 
-def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
-    """Return the test of a rule that is broken if the setting ``launch.NAME`` requests more threads than this machine
-    has cores."""
+def _make_threads_test(name: str) -> Callable[[MachineFacts], Broken]:
+    """Return the test of a rule that is broken if the setting ``launch.NAME`` (``name``) requests more threads than
+    this machine has cores."""
 
     def broken(facts: MachineFacts) -> Broken:
         """Return the numbers of threads and cores if there are more threads than cores, else false."""
@@ -104,11 +103,12 @@ def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
     return broken
 
 
-def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
-    """Return the rule that the number of threads ``launch.NAME`` may not exceed the number of this machine's cores."""
+def _make_threads_rule(name: str) -> SettingsRule[MachineFacts]:
+    """Return the rule that the number of threads ``launch.NAME`` (``name``) may not exceed the number of this machine's
+    cores."""
     return SettingsRule(
         keys=(f"launch.{name}",),
-        broken=_too_many_threads(name),
+        broken=_make_threads_test(name),
         reason=f"launch.{name}={{threads}}, and this machine has {{cores}} cores",
         remedy=f"set launch.{name} <= {{cores}}",
     )
@@ -131,8 +131,8 @@ def _sends_messages(kind: str) -> bool:
 
 
 MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
-    _threads_rule("engine_threads"),
-    _threads_rule("learner_threads"),
+    _make_threads_rule("engine_threads"),
+    _make_threads_rule("learner_threads"),
     SettingsRule(
         keys=("launch.lend_cores", "engine.device", "learner.device"),
         broken=_lends_cores_with_gpus,
@@ -156,7 +156,7 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
 """The rules about the settings and the machine, which are checked before any file is read."""
 
 
-def _idle_store(facts: ModelFacts) -> Broken:
+def _has_idle_store(facts: ModelFacts) -> Broken:
     """Return whether ``flow.columns.keep`` is set although the run records neither kept-sets nor experts."""
     learner, engine = facts.config.learner, facts.config.engine
     truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
@@ -174,7 +174,7 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
     ),
     SettingsRule(
         keys=("flow.columns", "engine.top_k", "learner.keep_routing"),
-        broken=_idle_store,
+        broken=_has_idle_store,
         reason="flow.columns.keep is set, and this run records neither kept-sets (engine.top_k, top_p or min_p with "
         "learner.keep_sampling_mask) nor experts (a mixture with learner.keep_routing) that could lie in a store",
         remedy="leave flow.columns.keep out",
@@ -183,7 +183,7 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
 """The rules about the model, which are checked after the tokenizer is loaded."""
 
 
-def _too_few_rows(facts: RowFacts) -> Broken:
+def _has_too_few_rows(facts: RowFacts) -> Broken:
     """Return the numbers for the error message if all epochs over the rows yield fewer groups than one batch needs, so
     that no step could start; else false."""
     epochs, batch, num_rows = facts.config.data.epochs, facts.config.flow.groups_per_step, len(facts.tasks)
@@ -192,30 +192,30 @@ def _too_few_rows(facts: RowFacts) -> Broken:
     return {"num_rows": num_rows, "num_groups": epochs * num_rows, "needed": -(-batch // num_rows)}
 
 
-def _too_long_a_context(facts: RowFacts) -> Broken:
+def _exceeds_context_limit(facts: RowFacts) -> Broken:
     """Return the model's context limit, with its reason, if ``engine.max_context`` is larger than this limit; else
     false."""
     requested, limit = facts.config.engine.max_context, facts.limit
     return (
-        requested is not None and requested > limit.length and {"possible": limit.length, "why": _reason_suffix(limit)}
+        requested is not None and requested > limit.length and {"possible": limit.length, "why": _format_reason(limit)}
     )
 
 
-def _no_prompt_fits(facts: RowFacts) -> Broken:
+def _has_no_fitting_prompt(facts: RowFacts) -> Broken:
     """Return the lengths for the error message if even the shortest prompt and an answer of ``engine.max_new_tokens``
     are together longer than the context; else false."""
-    if facts.shortest + facts.config.engine.max_new_tokens <= facts.context:
+    if facts.shortest_prompt + facts.config.engine.max_new_tokens <= facts.context:
         return False
-    why = _reason_suffix(facts.limit) if facts.context == facts.limit.length else ""
-    return {"shortest": facts.shortest, "context": facts.context, "why": why}
+    why = _format_reason(facts.limit) if facts.context == facts.limit.length else ""
+    return {"shortest": facts.shortest_prompt, "context": facts.context, "why": why}
 
 
-def _reason_suffix(limit: ContextLimit) -> str:
+def _format_reason(limit: ContextLimit) -> str:
     """Return the reason for a model's context limit as the end of a sentence, after a colon; empty without a reason."""
     return f": {limit.reason}" if limit.reason else ""
 
 
-def _unknown_token(facts: RowFacts) -> Broken:
+def _find_unknown_token(facts: RowFacts) -> Broken:
     """Return the first row whose prompt has a token id outside the model's vocabulary, with that id; false if there is
     no such row. A tokenizer that belongs to another model produces such ids."""
     for tasks, key in ((facts.tasks, "path"), (facts.eval_tasks, "eval_path")):
@@ -225,16 +225,16 @@ def _unknown_token(facts: RowFacts) -> Broken:
     return False
 
 
-def _short_critic(facts: RowFacts) -> Broken:
-    """Return the context length of the critic, a model that predicts values, and the largest length of a sample, if the
-    first is smaller; else false. The result is also false where the critic has no model of its own."""
+def _has_short_critic(facts: RowFacts) -> Broken:
+    """Return the context length of the critic, a model that predicts values, and the maximum length of a sample, if the
+    first is smaller; else false. The result is also false if the critic has no model of its own."""
     path = facts.config.learner.critic.path
-    if not path or (most := context_length(path)) >= facts.context:
+    if not path or (critic_context := context_length(path)) >= facts.context:
         return False
-    return {"most": most, "context": facts.context}
+    return {"critic_context": critic_context, "context": facts.context}
 
 
-def _too_long_a_sample(facts: RowFacts) -> Broken:
+def _has_too_long_sample(facts: RowFacts) -> Broken:
     """Return the lengths for the error message if the longest possible sample (prompt and answer) does not fit into one
     micro-batch of ``learner.tokens_per_microbatch``; else false."""
     needed = facts.longest_sample
@@ -246,41 +246,42 @@ def _too_long_a_sample(facts: RowFacts) -> Broken:
 ROWS: tuple[SettingsRule[RowFacts], ...] = (
     SettingsRule(
         keys=("data.epochs", "flow.groups_per_step"),
-        broken=_too_few_rows,
+        broken=_has_too_few_rows,
         reason="data.epochs={data.epochs} over {num_rows} rows makes {num_groups} groups, fewer than one batch "
         "(flow.groups_per_step={flow.groups_per_step}): no step could ever start",
         remedy="set data.epochs >= {needed}, lower flow.groups_per_step, or give more rows",
     ),
     SettingsRule(
         keys=("engine.max_context", "model.path"),
-        broken=_too_long_a_context,
+        broken=_exceeds_context_limit,
         reason="engine.max_context={engine.max_context} is more than the model's context of {possible}{why}",
         remedy="set engine.max_context <= {possible}",
     ),
     SettingsRule(
         keys=("engine.max_new_tokens", "engine.max_context", "data.path"),
-        broken=_no_prompt_fits,
+        broken=_has_no_fitting_prompt,
         reason="no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={engine.max_new_tokens} "
         "more than the context of {context}{why}",
         remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
     ),
     SettingsRule(
         keys=("model.path", "data.path"),
-        broken=_unknown_token,
+        broken=_find_unknown_token,
         reason="the prompt of row {row} of data.{key} holds token {token}, and the vocabulary of "
         "model.path={model.path!r} has {known}: its tokenizer has more",
         remedy="copy the tokenizer that belongs to the model, or resize its embedding",
     ),
     SettingsRule(
         keys=("learner.critic.path", "engine.max_context"),
-        broken=_short_critic,
-        reason="learner.critic.path={learner.critic.path!r} was made for {most} tokens, and samples may have {context}",
-        remedy="choose a critic for >= {context} tokens, or set engine.max_context <= {most}",
+        broken=_has_short_critic,
+        reason="learner.critic.path={learner.critic.path!r} was made for {critic_context} tokens, and samples "
+        "may have {context}",
+        remedy="choose a critic for >= {context} tokens, or set engine.max_context <= {critic_context}",
     ),
     SettingsRule(
         # a sample is trained in one pass: without this rule the first answer that is too long would end the run
         keys=("learner.tokens_per_microbatch", "engine.max_new_tokens"),
-        broken=_too_long_a_sample,
+        broken=_has_too_long_sample,
         reason="learner.tokens_per_microbatch={learner.tokens_per_microbatch}, and a sample may have {needed} tokens: "
         "a prompt of {longest} and engine.max_new_tokens={engine.max_new_tokens}",
         remedy="set learner.tokens_per_microbatch >= {needed}, or lower engine.max_new_tokens",

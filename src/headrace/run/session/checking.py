@@ -2,23 +2,22 @@
 
 The user's code runs in an environment worker, as in a run, but a *script* answers in place of a model, so that no
 weights are needed. An *attempt* is one episode with one row and one script. Each check is a function that returns a
-finding about all attempts, or ``None`` where the attempts do not show the property.
+finding about all attempts, or ``None`` if the attempts do not show the property.
+
+A failed attempt has a *reason*, one of the names by which a run counts failures (``env_timeout``), and a *problem*, the
+details in words. Its *failure* is both; its *cause* is the failure without the parts that differ between attempts.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import itertools
-import os
 import re
-import shlex
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,22 +25,20 @@ import msgspec
 import numpy as np
 
 from headrace.base.clock import RealClock
-from headrace.base.config.user_code import find_in_file, refuse_missing_imports
-from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.base.errors import ConfigError, EpisodeError
 from headrace.base.types.chat import Message
 from headrace.base.types.task import Task
 from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.hosts import trial
 from headrace.launch.starts import EnvironmentStart
 from headrace.launch.trial import trial_pool
-from headrace.rollout.environments.blocking import blocking_calls
-from headrace.rollout.environments.bridges import BRIDGES, find_bridge
-from headrace.rollout.environments.program import exposed_here, refuse_missing_script, with_absolute_files
-from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
+from headrace.rollout.environments.blocking import find_blocking_calls
+from headrace.rollout.environments.program import find_namespace_warnings
+from headrace.rollout.environments.registry import ENVIRONMENTS
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
-from headrace.rollout.scoring.fit import imported_signatures
 from headrace.run.observe.words import plural
-from headrace.run.session.running import first_cause, in_own_loop
+from headrace.run.session.references import resolve_reference
+from headrace.run.session.running import first_cause, run_in_own_loop
 
 MAX_ANSWERS = 64
 """The largest number of answers that an episode may request; with more it counts as one that does not end by itself."""
@@ -57,14 +54,14 @@ PROGRESS_EVERY_S = 1.0
 """The interval between two progress lines, in seconds; shorter episodes may have none."""
 _FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """The reasons of failure after which no further episode is tried."""
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 """The largest number of problems that the finding of one check lists."""
-NUM_ALIKE = 4
-"""The number of first episodes after which the check stops if all of them have failed for one cause."""
+NUM_EQUAL_FAILURES = 4
+"""The check stops after this number of episodes if all of them have failed for the same cause."""
 _CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
 """The reasons of failure that have a check of their own."""
 _VARIABLE_PARTS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
-"""Matches what differs between failures of one cause: temporary directories and addresses of objects."""
+"""Matches what differs between failures with the same cause: temporary directories and addresses of objects."""
 
 
 class Level(StrEnum):
@@ -114,11 +111,11 @@ class EnvReport:
     """The number of episodes that were not tried, because earlier episodes showed enough."""
     findings: tuple[EnvFinding, ...]
     timings: EnvTimings | None
-    """``None`` where no episode ended without an error."""
+    """``None`` if no episode ended without an error."""
 
     @property
     def ok(self) -> bool:
-        """True where no check failed; warnings do not count."""
+        """True if no check failed; warnings do not count."""
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
@@ -144,15 +141,15 @@ class _CheckedEpisode:
     script: str
     """The name of the script that the model follows."""
     row: int
-    again: bool
-    """True where this episode repeats the episode before it, with the same row, script and seed."""
+    is_repeat: bool
+    """Whether this episode repeats the episode before it, with the same row, script and seed."""
     model: ScriptedEpisode
     """The scripted model; it also records the requests of the user's code."""
     reward: float | None = None
     reason: str = ""
-    """The reason of the failure; empty where the episode ended with a reward."""
+    """The reason of the failure; empty if the episode ended with a reward."""
     problem: str = ""
-    """The failure in words; empty where the episode ended with a reward."""
+    """The failure in words; empty if the episode ended with a reward."""
     seconds: float = 0.0
     report: trial.TrialReport = field(default_factory=trial.TrialReport)
     """The measurements that the worker sent at the end of the episode."""
@@ -169,7 +166,8 @@ class _CheckedEpisode:
 
     @property
     def cause(self) -> str:
-        """The failure without the parts that differ between episodes; empty without a failure or with its own check."""
+        """The failure without the parts that differ between episodes. Empty without a failure, and for a reason that
+        another check reports (:data:`_CHECKED_ELSEWHERE`)."""
         is_counted = self.reason and self.reason not in _CHECKED_ELSEWHERE
         return _VARIABLE_PARTS.sub("", self.failure) if is_counted else ""
 
@@ -191,26 +189,26 @@ def check_env(
     Every row is tried with every script, and some episodes are repeated with the same seed. An episode may take
     ``timeout_s`` seconds. ``on_progress`` is called with a line about the progress of the check.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where ``reference`` names nothing, and the errors of a worker that
+    Raises :class:`~headrace.base.errors.ConfigError` if ``reference`` names nothing, and the errors of a worker that
     cannot start.
     """
-    kind, entry, tree = kind_of(reference)
+    kind, entry, tree = resolve_reference(reference)
     if options and kind != "bridge" and kind not in ENVIRONMENTS:
         text = f"{reference}: options {sorted(options)} have no effect, it is not a bridge"
         raise ConfigError(text, remedy="leave --option out")
-    blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
+    blocking = [] if tree is None else find_blocking_calls(tree, entry.rpartition(":")[2])
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
     target = {"kind": kind, "entry": entry, "options": dict(options or {})}
-    planned = _planned_episodes(tried)
-    attempts = in_own_loop(lambda _: _run_episodes(target, tried, planned, timeout_s, on_progress))
+    planned = _plan_episodes(tried)
+    attempts = run_in_own_loop(lambda _: _run_episodes(target, tried, planned, timeout_s, on_progress))
     return EnvReport(
         reference=reference,
         kind=kind,
         episodes=len(attempts),
         left_out=len(planned) - len(attempts),
-        findings=tuple(_findings(kind, blocking, attempts)),
-        timings=_timings(attempts),
+        findings=tuple(_collect_findings(kind, blocking, attempts)),
+        timings=_summarize_timings(attempts),
     )
 
 
@@ -229,76 +227,79 @@ async def _run_episodes(
     on_progress(f"starting a worker for it, in at most {START_S:g} s")
     try:
         async with trial_pool(start, pool_config, lambda _: None) as pool:
-            on_progress(
-                f"trying {plural(len(attempts), 'episode')} one after the other, each for at most {timeout_s:g} s"
-            )
-            return await _run_one_by_one(pool, attempts, trials, timeout_s, on_progress)
+            on_progress(f"trying {plural(len(attempts), 'episode')} sequentially, each for at most {timeout_s:g} s")
+            return await _run_sequentially(pool, attempts, trials, timeout_s, on_progress)
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
 
 
-async def _run_one_by_one(
+async def _run_sequentially(
     pool: EnvPool,
     attempts: list[_CheckedEpisode],
     trials: Sequence[Mapping[str, Any]],
     timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Run the episodes one after the other, report the first failure at once, and return the episodes that were run:
-    all, or up to the first fatal failure, or the first :data:`NUM_ALIKE` if these have all failed for one cause."""
-    position = [0]  # the number of the running episode, which the progress lines read
+    """Run the episodes ``attempts`` sequentially, and report the first failure at once. ``trials`` has the row for each
+    of them; each may take ``timeout_s`` seconds. Return the episodes that were run: all, or up to the first fatal
+    failure, or the first :data:`NUM_EQUAL_FAILURES` if these have all failed for the same cause."""
+    started: list[_CheckedEpisode] = []  # the last one is running
     reported = False
     async with asyncio.TaskGroup() as group:
-        progress = group.create_task(_report_progress(attempts, position, on_progress))
+        progress = group.create_task(_report_progress(started, len(attempts), on_progress))
         for number, (attempt, trial_row) in enumerate(zip(attempts, trials, strict=True), start=1):
-            position[0] = number
+            started.append(attempt)
             await _run_episode(pool, attempt, trial_row, timeout_s)
             if attempt.cause and not reported:
                 reported = True
                 on_progress(f"episode {number} of {len(attempts)} ({attempt.name}) failed: {attempt.failure}")
             if attempt.reason in _FATAL_REASONS:
                 break
-            if number == NUM_ALIKE and attempt.cause and len({each.cause for each in attempts[:number]}) == 1:
-                on_progress(f"the first {number} failed for one cause: the other {len(attempts) - number} are left out")
+            if number == NUM_EQUAL_FAILURES and attempt.cause and len({each.cause for each in started}) == 1:
+                num_skipped = len(attempts) - number
+                on_progress(f"the first {number} failed for the same cause: the other {num_skipped} are skipped")
                 break
         progress.cancel()
-    return attempts[: position[0]]
+    return started
 
 
 async def _report_progress(
-    attempts: Sequence[_CheckedEpisode], position: Sequence[int], on_progress: Callable[[str], None]
+    started: Sequence[_CheckedEpisode], num_planned: int, on_progress: Callable[[str], None]
 ) -> None:
-    """Report every :data:`PROGRESS_EVERY_S` which episode runs, until cancelled; ``position[0]`` is its number."""
-    reported = 0
+    """Report every :data:`PROGRESS_EVERY_S` which episode runs, until cancelled. ``started`` has the episodes that were
+    started, to which the caller appends; the last one runs. ``num_planned`` is the number of all episodes."""
+    num_reported = 0
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
-        if position[0] != reported:
-            reported = position[0]
-            on_progress(f"episode {reported} of {len(attempts)}: {attempts[reported - 1].name}")
+        if len(started) != num_reported:
+            num_reported = len(started)
+            on_progress(f"episode {num_reported} of {num_planned}: {started[-1].name}")
 
 
-def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
-    """Return the episodes to try, in order: every script on every row, script by script. Some episodes are planned
-    twice in a row with the same seed, to check that both runs are equal."""
+def _plan_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
+    """Return the episodes to try on ``rows``, in order: every script on every row, script by script. Some episodes are
+    planned twice in a row with the same seed, to check that both runs are equal."""
 
-    def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
-        """Return the plan of an episode with the row at index ``row``; ``number`` determines its seed."""
+    def plan(number: int, row: int, name: str, script: Script, *, is_repeat: bool = False) -> _CheckedEpisode:
+        """Return the plan of an episode with the row at index ``row`` and ``script``, which is called ``name``;
+        ``number`` determines its seed."""
         model = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
-        return _CheckedEpisode(script=name, row=row, again=again, model=model)
+        return _CheckedEpisode(script=name, row=row, is_repeat=is_repeat, model=model)
 
     planned: list[_CheckedEpisode] = []
     for number, (name, script) in enumerate(SCRIPTS.items()):
         for row in range(len(rows)):
-            planned.append(attempt(number, row, name, script))
+            planned.append(plan(number, row, name, script))
             if (row == 0 and "tool" in name) or (number == 0 and row < 2):
-                planned.append(attempt(number, row, name, script, again=True))
+                planned.append(plan(number, row, name, script, is_repeat=True))
     return planned
 
 
 async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mapping[str, Any], timeout_s: float) -> None:
-    """Run one episode in a worker of ``pool``, and write its reward or failure, and its duration, into ``attempt``."""
+    """Run the episode ``attempt`` with the row ``trial_row`` in a worker of ``pool``, for at most ``timeout_s``
+    seconds, and write its reward or failure, and its duration, into ``attempt``."""
     task = Task(row_index=attempt.row, row=dict(trial_row), prompt="", prompt_ids_T=np.zeros(0, np.int32))
     clock = RealClock()
     began_s = clock.now()
@@ -315,10 +316,11 @@ async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mappi
         attempt.report = msgspec.json.decode(attempt.model.reports[-1], type=trial.TrialReport)
 
 
-def _findings(
+def _collect_findings(
     kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]
 ) -> list[EnvFinding]:
-    """Return the findings of all checks for user code of this ``kind``; ``blocking`` has the blocking calls in it."""
+    """Return the findings of all checks about ``attempts`` for user code of this ``kind``; ``blocking`` has the
+    blocking calls in it."""
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
@@ -336,74 +338,74 @@ def _findings(
     return [finding for check in checks if (finding := check()) is not None]
 
 
-def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = Level.FAIL) -> EnvFinding:
-    """Return the finding of one check: OK with the text ``passed`` if there are no ``problems``, else ``level``."""
+def _make_finding(clause: str, problems: Sequence[str], passed: str, level: Level = Level.FAIL) -> EnvFinding:
+    """Return the finding of the check of the property ``clause``: OK with the text ``passed`` if there are no
+    ``problems``, else ``level`` with the problems."""
     if not problems:
         return EnvFinding(clause=clause, level=Level.OK, detail=passed)
-    more = f"; and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
-    return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:MOST_SHOWN]) + more)
+    more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
+    return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:MAX_SHOWN]) + more)
 
 
 def _check_loading(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that the worker has loaded the file; a program must have made a request, or ended without an error."""
     if kind != "program":
-        return _finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
+        return _make_finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
     ended = [attempt for attempt in attempts if attempt.model.requests or not attempt.reason]
     problems = [] if ended else ["no episode of it got as far as asking the model"]
-    return _finding("it can be started", problems, "it asked the model" if ended else "")
+    return _make_finding("it can be started", problems, "it asked the model" if ended else "")
 
 
 def _check_isolation() -> EnvFinding:
     """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
     passed = "each runs in a user namespace of its own"
-    return _finding("its episodes cannot read one another's keys", exposed_here(), passed, Level.WARN)
+    return _make_finding("its episodes cannot read one another's keys", find_namespace_warnings(), passed, Level.WARN)
 
 
 def _check_ends(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all episodes ended without an error and made at least one request to the model."""
-    failures = [attempt for attempt in attempts if attempt.cause]
-    first = {attempt.cause: attempt for attempt in reversed(failures)}
-    times = Counter(attempt.cause for attempt in failures)
-    failed = {first[cause].failure: count for cause, count in times.items()}
-    where = {attempt.failure: attempt.name for attempt in first.values()}
+    failed = [attempt for attempt in attempts if attempt.cause]
+    first_by_cause = {attempt.cause: attempt for attempt in reversed(failed)}
+    counts = Counter(attempt.cause for attempt in failed)
+    failures = [(first_by_cause[cause].failure, count, first_by_cause[cause].name) for cause, count in counts.items()]
     # a run counts an episode without any sampled token as failed
     if mute := [a for a in attempts if not a.model.requests and a.reason in ("", *_CHECKED_ELSEWHERE)]:
-        cause = "nothing_sampled: it ended without asking the model"
-        failed[cause], where[cause] = len(mute), mute[0].name
-    problems = [
-        f"{cause} ({count} of {len(attempts)} episodes; first {where[cause]})" for cause, count in failed.items()
-    ]
-    return _finding("its episodes end without an error", problems, f"{len(attempts)} did")
+        failures.append(("nothing_sampled: it ended without asking the model", len(mute), mute[0].name))
+    problems = [f"{failure} ({count} of {len(attempts)} episodes; first {name})" for failure, count, name in failures]
+    return _make_finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
 
 def _check_end_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that no episode requested more than :data:`MAX_ANSWERS` answers; ``None`` if the last was aborted."""
     if attempts[-1].reason in _FATAL_REASONS:
         return None
-    spent = [attempt for attempt in attempts if attempt.model.was_spent]
-    problems = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some "
-                "point whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
-    most = max(len(attempt.model.requests) for attempt in attempts)
-    return _finding("it ends whatever the model says", problems, f"after at most {most} answers") if most else None
+    endless = [attempt for attempt in attempts if attempt.model.is_exhausted]
+    problems = [f"{endless[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some "
+                "point whatever the model says (env.max_turns cuts it off, else)"] if endless else []  # fmt: skip
+    max_answers = max(len(attempt.model.requests) for attempt in attempts)
+    if not max_answers:
+        return None
+    return _make_finding("it ends whatever the model says", problems, f"after at most {max_answers} answers")
 
 
 def _check_reward_values(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that every episode earned a number; ``None`` if no episode got as far as a reward."""
-    judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
-    if not judged:
+    rewarded = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
+    if not rewarded:
         return None
-    left_out = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in judged)
-    refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")  # a function may leave one out
-    problems = [f"{a.problem} ({a.name})" for a in judged if a.reason in refused]
+    num_none = sum(attempt.reward is None and attempt.reason != "reward_nan" for attempt in rewarded)
+    # a reward function may return None
+    refused = ("reward_nan",) if kind == "reward" else ("reward_none", "reward_nan")
+    problems = [f"{a.problem} ({a.name})" for a in rewarded if a.reason in refused]
     level = Level.FAIL
-    if left_out == len(attempts) and kind == "reward":
+    if num_none == len(attempts) and kind == "reward":
         has_answer = any(has_right_answer(attempt.model.row) for attempt in attempts)
         level = Level.FAIL if has_answer else Level.WARN
         problems = ["it returned None for every answer, and those do not count: does it return what it found?"]
-    elif left_out == len(attempts):
+    elif num_none == len(attempts):
         problems, level = ["it never says what an episode earned: return a reward, or set env.reward"], Level.WARN
-    counted = f"{len(judged) - left_out} of {len(judged)}; with None, the others do not count"
-    return _finding("rewards are numbers", problems, counted if left_out else "every one", level)
+    passed = f"{len(rewarded) - num_none} of {len(rewarded)}; with None, the others do not count"
+    return _make_finding("rewards are numbers", problems, passed if num_none else "every one", level)
 
 
 def _check_reward_differences(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
@@ -421,67 +423,67 @@ def _check_reward_differences(attempts: Sequence[_CheckedEpisode]) -> EnvFinding
     if problems and not any(has_right_answer(attempt.model.row) for attempt in attempts):
         problems = [f"every episode earned {low:g}: no row says what is right in a column 'answer', so no script did "
                  "either; that may be as it should be (give rows that say so with --data)"]  # fmt: skip
-    return _finding("rewards differ", problems, f"from {low:g} to {high:g}", Level.WARN)
+    return _make_finding("rewards differ", problems, f"from {low:g} to {high:g}", Level.WARN)
 
 
 def _check_repeatability(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that episodes repeated with the same seed are equal to their first run; ``None`` without repeated ones."""
-    pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again and one.reason != "env_error"]
+    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if b.is_repeat and a.reason != "env_error"]
     if not pairs:
         return None
-    problems = [f"{two.name}: {changed}" for one, two in pairs if (changed := _difference(one, two))]
+    problems = [f"{b.name}: {difference}" for a, b in pairs if (difference := _describe_difference(a, b))]
     if problems:
         seed = {"env": "self.seed", "rollout": "policy.seed"}.get(kind, "the row")
         problems[-1] += f"; draw from random.Random({seed})" if kind != "program" else ""
-    return _finding(
+    return _make_finding(
         "the same seed gives the same episode",
         problems,
         f"{plural(len(pairs), 'episode was', 'episodes were')} repeated",
     )
 
 
-def _difference(one: _CheckedEpisode, two: _CheckedEpisode) -> str:
-    """Return the first difference between two runs of one episode, in words; empty if the runs are equal."""
-    for index, (before, after) in enumerate(zip(one.model.requests, two.model.requests, strict=False)):
-        if before != after:
-            words = [(b, a) for b, a in zip(_texts(before), _texts(after), strict=False) if b != a]
-            was, then = words[0] if words else (f"{len(before)} messages", f"{len(after)} messages")
-            return f"question {index + 1} was {_short(was)} and then {_short(then)}"
-    if len(one.model.requests) != len(two.model.requests):
-        return f"it asked {len(one.model.requests)} times and then {len(two.model.requests)} times"
-    if one.reward != two.reward:
-        return f"it earned {one.reward} and then {two.reward}"
-    return (
-        "" if one.reason == two.reason else f"it ended with {one.reason or 'a reward'} and then {two.reason or 'one'}"
-    )
+def _describe_difference(a: _CheckedEpisode, b: _CheckedEpisode) -> str:
+    """Return the first difference between ``a`` and ``b``, two runs of the same episode, in words; empty if the runs
+    are equal."""
+    for index, (in_a, in_b) in enumerate(zip(a.model.requests, b.model.requests, strict=False)):
+        if in_a != in_b:
+            messages = zip(_format_messages(in_a), _format_messages(in_b), strict=False)
+            num_messages = (f"{len(in_a)} messages", f"{len(in_b)} messages")
+            was, then = next((pair for pair in messages if pair[0] != pair[1]), num_messages)
+            return f"question {index + 1} was {_shorten(was)} and then {_shorten(then)}"
+    if len(a.model.requests) != len(b.model.requests):
+        return f"it asked {len(a.model.requests)} times and then {len(b.model.requests)} times"
+    if a.reward != b.reward:
+        return f"it earned {a.reward} and then {b.reward}"
+    return "" if a.reason == b.reason else f"it ended with {a.reason or 'a reward'} and then {b.reason or 'one'}"
 
 
-def _texts(messages: Sequence[Message]) -> list[str]:
+def _format_messages(messages: Sequence[Message]) -> list[str]:
     """Return each message as one text with its role, so that two requests can be compared message by message."""
     return [f"{message.role}: {message.content}" for message in messages]
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     """Return ``value`` as a quoted text for an error message, cut after 80 characters."""
     text = str(value)
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
 def _check_blocking(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that async code does not block its worker's event loop, by its source (``blocking``) and by its lags."""
+    """Check that async code does not block its worker's event loop, by the blocking calls in its source (``blocking``)
+    and by the lags of the event loop while ``attempts`` ran."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
     ]
     problems += [f"{a.problem} ({a.name})" for a in attempts if a.reason == "env_blocked"]
-    pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
     # a busy machine may slow one of the two runs down; code that blocks is slow in both
-    lags = [(min(one.report.lag_s, two.report.lag_s), two) for one, two in pairs]
+    lags = [(min(a.report.lag_s, b.report.lag_s), b) for a, b in itertools.pairwise(attempts) if b.is_repeat]
     lag_s, slow = max(lags, key=lambda each: each[0], default=(0.0, attempts[0]))
     if lag_s > MAX_LAG_S and not problems:
         problems = [f"its code kept the loop of the worker from turning for {lag_s:.2f} s, again and again "
                     f"({slow.name}): hand what computes to asyncio.to_thread"]  # fmt: skip
-    return _finding("async code does not block", problems, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
+    return _make_finding("async code does not block", problems, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
 
 
 def _check_copies(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
@@ -492,7 +494,7 @@ def _check_copies(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
         if uncopyable
         else []
     )
-    return _finding("its state can be copied", problems, "every attribute", Level.WARN)
+    return _make_finding("its state can be copied", problems, "every attribute", Level.WARN)
 
 
 def _check_tool_descriptions(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
@@ -507,16 +509,16 @@ def _check_tool_descriptions(attempts: Sequence[_CheckedEpisode]) -> EnvFinding 
                 problems.append(f"argument {argument!r} of tool {name!r} has no type")
             elif "description" not in schema:
                 problems.append(f"argument {argument!r} of tool {name!r} is not described (Args: in the docstring)")
-    return _finding("tools are described", problems, ", ".join(tools), Level.WARN)
+    return _make_finding("tools are described", problems, ", ".join(tools), Level.WARN)
 
 
-def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
+def _summarize_timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
     """Return the durations of the episodes that ended without an error; ``None`` if there are none."""
     ended = [attempt for attempt in attempts if not attempt.reason]
     if not ended:
         return None
     seconds = [attempt.seconds - attempt.report.load_s for attempt in ended]
-    turns = [own_s for attempt in ended for own_s in attempt.model.own_s] or [0.0]
+    turns = [duration_s for attempt in ended for duration_s in attempt.model.durations_s] or [0.0]
     return EnvTimings(
         load_s=attempts[0].report.load_s,
         episode_s=median(seconds),
@@ -524,77 +526,3 @@ def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
         turn_s=median(turns),
         slowest_turn_s=max(turns),
     )
-
-
-_COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
-"""Parameter names that only rewards have."""
-
-
-def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
-    """Return the kind of ``reference``, the reference with an absolute path, and the syntax tree of its file, if any.
-
-    Raises :class:`~headrace.base.errors.ConfigError` where the name is neither a class, a function nor a reward.
-    """
-    library, _, what = reference.partition("/")
-    if library in BRIDGES and what and (BRIDGES.load(library).names_file or ".py:" not in what):
-        find_bridge(reference)
-        return "bridge", _with_full_path(library, what), None
-    if reference in ENVIRONMENTS and reference not in BUILT_IN:
-        return reference, "", None
-    if reference.endswith(".py") and " " not in reference and not os.access(reference, os.X_OK):
-        text = f"{reference} names no function or class, and is no program that can be started"
-        remedy = f"write {reference}:NAME for what the file defines, or 'python {reference}' for a program"
-        raise ConfigError(text, remedy=remedy)
-    if ".py:" not in reference:
-        return "program", _with_absolute_command(reference), None
-    path, name = find_in_file(reference, "the environment")
-    refuse_missing_imports(path, "the environment")
-    tree = ast.parse(path.read_bytes())
-    entry = f"{path.resolve()}:{name}"
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == name:
-            return "env", entry, tree
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return ("reward" if _is_reward(node) else "rollout"), entry, tree
-    # the file imports or computes the name: its parameters are known only once the file is imported
-    try:
-        signature = imported_signatures([entry])[entry]
-    except EnvError:  # no function, or a file that cannot be imported
-        signature = None
-    if signature is not None and _COMPLETIONS & set(signature.names):
-        return "reward", entry, tree
-    raise ConfigError(
-        f"{reference}: {name!r} is neither a class nor a function that this file defines, nor a reward that it imports",
-        remedy="name the file that defines it",
-    )
-
-
-def _with_absolute_command(command: str) -> str:
-    """Return the command of a program with absolute paths of its files, since a program runs in another working
-    directory. Raises :class:`~headrace.base.errors.ConfigError` for a command that cannot be used."""
-    try:
-        parts = shlex.split(command)
-    except ValueError as error:
-        raise ConfigError(f"the command {command!r} cannot be split: {error}", remedy="close the quotation") from None
-    if not parts:
-        raise ConfigError("the command is empty", remedy="write headrace check env 'python agent.py'")
-    found = with_absolute_files(parts, Path.cwd())
-    refuse_missing_script(found)
-    return shlex.join(found)
-
-
-def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether the function is a reward: whether a parameter is a completion, or the function is no rollout. A
-    rollout is async, or has two parameters, a task and a policy."""
-    parameters = {each.arg for each in (*function.args.args, *function.args.kwonlyargs)}
-    is_rollout = isinstance(function, ast.AsyncFunctionDef) or len(parameters) == 2
-    return bool(parameters & _COMPLETIONS) or not is_rollout
-
-
-def _with_full_path(library: str, what: str) -> str:
-    """Return a bridge's entry ``LIBRARY/WHAT``, with an absolute path where its ``WHAT`` is ``file.py:name``."""
-    if not BRIDGES.load(library).names_file:
-        return f"{library}/{what}"
-    path, name = find_in_file(what, "the environment")
-    refuse_missing_imports(path, "the environment")
-    return f"{library}/{path.resolve()}:{name}"

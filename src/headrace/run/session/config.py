@@ -70,7 +70,8 @@ class RunConfig(RunSections):
 
 
 def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, like: str = "") -> RunConfig:
-    """Return the checked configuration of a run file, with the ``section.key=value`` pairs of ``overrides`` applied.
+    """Return the checked configuration of the run file ``source``, with the ``section.key=value`` pairs of
+    ``overrides`` applied.
 
     ``like`` names a recipe (:mod:`headrace.run.session.recipes`) for the settings that neither the run file nor
     ``overrides`` set. A table with another ``kind`` than the recipe's replaces the recipe's table as a whole.
@@ -81,7 +82,7 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
     >>> load_config({"model": {"path": "m"}}, ["flow.max_age=0"]).flow.max_age
     0
     """
-    tree = run_tree(source)
+    tree = read_run_tree(source)
     settings = recipe(like).settings if like else {}
     own = merge(tree, *(parse_override(text) for text in overrides))
     tree = with_absolute_paths(merge(settings, own, whole_kinds=True), Path.cwd())
@@ -92,7 +93,7 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
         raise
 
 
-def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
+def read_run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
     """Return the settings of a run file as a tree, before they are checked. ``source`` is the path of the file, a tree,
     or checked settings. Paths in a file, which are relative to the directory of the file, become absolute."""
     if isinstance(source, RunConfig):
@@ -130,9 +131,9 @@ def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]
         value = table.get(key) if isinstance(table, dict) else None
         if isinstance(value, str) and value:
             bridged = path == "env.entry" and table.get("kind") == "bridge"
-            found = _absolute_bridge(value, directory) if bridged else _absolute_path(value, directory)
-            found = _absolute_model(value, directory) if path in MODEL_PATHS else found
-            change: dict[str, Any] = {key: found}
+            absolute = _absolute_bridge(value, directory) if bridged else _absolute_path(value, directory)
+            absolute = _absolute_model(value, directory) if path in MODEL_PATHS else absolute
+            change: dict[str, Any] = {key: absolute}
             for section in reversed(sections):
                 change = {section: change}
             tree = merge(tree, change)
@@ -149,8 +150,8 @@ def _absolute_path(path: str, directory: Path) -> str:
 def _absolute_model(path: str, directory: Path) -> str:
     """Return the absolute path of a model. A hub name is returned unchanged, unless ``directory`` has a directory with
     that name."""
-    found = _absolute_path(path, directory)
-    return path if is_hub_name(path) and not Path(found).exists() else found
+    absolute = _absolute_path(path, directory)
+    return path if is_hub_name(path) and not Path(absolute).exists() else absolute
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -165,8 +166,8 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
         return tree
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return tree
-    found = with_absolute_files(parts, directory)
-    return merge(tree, {"env": {"command": found}}) if found else tree
+    absolute = with_absolute_files(parts, directory)
+    return merge(tree, {"env": {"command": absolute}}) if absolute else tree
 
 
 def _absolute_bridge(entry: str, directory: Path) -> str:
@@ -178,11 +179,11 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
     except ValueError:  # the start of the command reports a command that cannot be split
         return entry
     files = [part.rpartition(":")[0] if ".py:" in part else part for part in parts]
-    found = [
+    absolute = [
         str(directory / part) if file.endswith(".py") and os.path.isfile(directory / file) else part
         for part, file in zip(parts, files, strict=True)
     ]
-    return entry if found == parts else f"{library}/{shlex.join(found) if len(found) > 1 else found[0]}"
+    return entry if absolute == parts else f"{library}/{shlex.join(absolute) if len(absolute) > 1 else absolute[0]}"
 
 
 _TABLES = (("env", "rewards", "ref"), *MODEL_TABLES)
@@ -198,9 +199,9 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
         tables = table.get(name) if isinstance(table, dict) else None
         if not isinstance(tables, list | tuple):
             continue
-        absolute_of = _absolute_path if key == "ref" else _absolute_model
+        make_absolute = _absolute_path if key == "ref" else _absolute_model
         absolute = [
-            {**each, key: absolute_of(each[key], directory)}
+            {**each, key: make_absolute(each[key], directory)}
             if isinstance(each, dict) and isinstance(each.get(key), str) and each[key]
             else each
             for each in tables
@@ -264,33 +265,34 @@ def _refuse_incapable(config: RunConfig) -> None:
 
 
 def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the engine, whose capabilities are ``can``, does not
-    support ``sync.interrupt``, which selects what happens to running sequences when new weights are committed."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the engine, whose capabilities are ``can``, does not support
+    ``sync.interrupt``, which selects what happens to running sequences when new weights are committed."""
     mode = config.sync.interrupt
     if mode in can.interrupts:
         return
-    supported = ", ".join(repr(one.value) for one in sorted(can.interrupts))
+    supported = ", ".join(repr(supported_mode.value) for supported_mode in sorted(can.interrupts))
     unknown_versions = "does not say which tokens the old weights sampled"
-    why = "does not free its memory" if mode is Interrupt.SLEEP else unknown_versions
+    reason = "does not free its memory" if mode is Interrupt.SLEEP else unknown_versions
     raise ConfigError(
-        f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {why}",
+        f"engine.kind={config.engine.kind!r} cannot commit with sync.interrupt={mode.value!r}: it {reason}",
         remedy=f"set sync.interrupt to one of {supported}, or {NATIVE}",
     )
 
 
 def with_local_models(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Return the settings with a local directory in place of each model's hub name. A model that is not in the cache is
+    """Return ``config`` with a local directory in place of each model's hub name. A model that is not in the cache is
     downloaded from the hub.
 
-    Where ``weights`` is false, only configurations and tokenizers are downloaded. Raises
-    :class:`~headrace.base.errors.ModelError` where a model cannot be found or downloaded.
+    If ``weights`` is false, only configurations and tokenizers are downloaded. Raises
+    :class:`~headrace.base.errors.ModelError` if a model cannot be found or downloaded.
     """
     return _with_changed_paths(config, lambda setting, path: local_directory(path, setting, weights=weights))
 
 
 def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
-    """Return the settings of a run to resume, with hub models fixed to their recorded revisions. ``settings`` is the
-    path of the ``config.json`` that the run wrote. A model that ``config`` names with another revision is not changed.
+    """Return ``config``, the settings of a run to resume, with hub models fixed to their recorded revisions.
+    ``settings`` is the path of the ``config.json`` that the run wrote. A model that ``config`` names with another
+    revision is not changed.
 
     A resumed run thereby keeps its initial weights, although the branch on the hub may have newer weights.
     """
@@ -307,15 +309,15 @@ def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
     )
 
 
-def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings in the form in which ``config.json`` records them, without the keys in ``exclude``. Hub
-    models are recorded by name and commit, independent of the cache directory."""
+def make_recorded_settings(config: RunConfig, exclude: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the settings ``config`` in the form in which ``config.json`` records them, without the keys in
+    ``exclude``. Hub models are recorded by name and commit, independent of the cache directory."""
     return change_models(config.model_dump(mode="json", exclude=exclude), lambda _, path: pinned_path(path))
 
 
 def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
-    """Return the settings with the result of ``change(setting's name, path)`` in place of the path of every model,
-    validated again if a path has changed."""
+    """Return the settings ``config`` with the result of ``change(setting's name, path)`` in place of the path of every
+    model, validated again if a path has changed."""
     tree = config.model_dump(mode="json")
     changed = change_models(tree, change)
     return config if changed == tree else validate(RunConfig, changed)
@@ -325,10 +327,10 @@ def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the name and the value of each setting in ``tree`` whose value is the path or hub name of a model."""
     paths: list[tuple[str, str]] = []
 
-    def note(setting: str, path: str) -> str:
-        """Add a setting and its path to ``found``, and return the path unchanged."""
+    def record(setting: str, path: str) -> str:
+        """Add the setting and its path to ``paths``, and return the path unchanged."""
         paths.append((setting, path))
         return path
 
-    change_models(tree, note)
+    change_models(tree, record)
     return paths

@@ -18,7 +18,7 @@ from headrace.base.clock import Clock
 from headrace.base.config import leaves, merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.metrics.rewards import RewardFailures
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger.opening import LOCK_FILE, SQLITE_FILE, has_ledger
 from headrace.launch.order import ComponentStatus
@@ -35,7 +35,7 @@ STATUS_FILE = "status.json"
 SUMMARY_FILE = "summary.json"
 """The file with the figures of the run, written at the end of each life (start or resumption) of the run."""
 LOCK_S = 0.2
-"""The longest time, in seconds, for which a process tries to acquire the lock of a run directory."""
+"""The maximum time, in seconds, for which a process tries to acquire the lock of a run directory."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,8 +68,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
-    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or where that is
-    empty a new directory under ``runs/``, whose name is ``prefix`` and the present time. It is not created yet."""
+    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or if that is empty a
+    new directory under ``runs/``, whose name is ``prefix`` and the present time by ``clock``. The directory is not
+    created yet."""
     if requested:
         return Path(requested).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
@@ -90,7 +91,7 @@ class LockedDirectory:
         self.path = run_dir
         """The directory of the run."""
         self._descriptor = descriptor
-        self._ledger: tuple[int, int] | None = None
+        self._ledger_identity: tuple[int, int] | None = None
         """The device and inode of the ledger file when it was first found; ``None`` before that.
 
         The write-ahead log is not checked: SQLite removes it whenever the last connection is closed, for example at the
@@ -98,74 +99,75 @@ class LockedDirectory:
         """
 
     def refuse_lost(self) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` where the directory, or the ledger in it, was removed, moved or
+        """Raise :class:`~headrace.base.errors.RunError` if the directory, or the ledger in it, was removed, moved or
         replaced.
 
         A directory whose state cannot be read, for example on a network file system that stalls, does not count as
         lost.
         """
         lock_stat = os.fstat(self._descriptor)
-        if _identity(self.path / LOCK_FILE) not in ((lock_stat.st_dev, lock_stat.st_ino), None):
-            raise self._loss_error()
+        if _identify(self.path / LOCK_FILE) not in ((lock_stat.st_dev, lock_stat.st_ino), None):
+            raise self._make_loss_error()
         path = self.path / SQLITE_FILE
-        found = _identity(path)
-        if self._ledger is not None and found not in (self._ledger, None):
+        identity = _identify(path)
+        if self._ledger_identity is not None and identity not in (self._ledger_identity, None):
             raise RunError(
                 f"{path} was removed or replaced while the run was writing it: what it recorded is lost",
                 remedy="restore it from a copy and continue with --resume, or start a new run directory",
             )
-        if found not in (None, _MISSING_FILE):
-            self._ledger = found
+        if identity not in (None, _MISSING_FILE):
+            self._ledger_identity = identity
 
-    def _loss_error(self) -> RunError:
+    def _make_loss_error(self) -> RunError:
         """Return the error to raise for the run directory after its loss during the run. Problem and remedy depend on
         whether the directory was removed or moved."""
-        now = self._present_path()
-        if now is None:
+        present_path = self._find_present_path()
+        if present_path is None:
             return RunError(
                 f"run.dir={str(self.path)!r} was removed while the run was writing it: what it recorded is lost",
                 remedy="start the run again; remove the directory of a run when it has ended (headrace status RUN)",
             )
         return RunError(
-            f"run.dir={str(self.path)!r} was moved to {str(now)!r} while the run was writing it",
-            remedy=f"continue with --resume --set run.dir={now}; move the directory of a run when it has ended",
+            f"run.dir={str(self.path)!r} was moved to {str(present_path)!r} while the run was writing it",
+            remedy=f"continue with --resume --set run.dir={present_path}; move the directory of a run when it has "
+            "ended",
         )
 
-    def _present_path(self) -> Path | None:
-        """Return the present path of a directory that was moved; ``None`` where it was removed, or where the operating
-        system cannot report the path (other systems than Linux)."""
+    def _find_present_path(self) -> Path | None:
+        """Return the present path of a directory that was moved; ``None`` if it was removed, or if the operating system
+        cannot report the path (other systems than Linux)."""
         try:
             lock_stat = os.fstat(self._descriptor)
-            now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
+            lock_path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         except OSError:
             return None
-        return now.parent if _identity(now) == (lock_stat.st_dev, lock_stat.st_ino) else None
+        return lock_path.parent if _identify(lock_path) == (lock_stat.st_dev, lock_stat.st_ino) else None
 
 
 _MISSING_FILE = (-1, -1)
-"""The identity of a file that does not exist, as :func:`_identity` returns it."""
+"""The identity of a file that does not exist, as :func:`_identify` returns it."""
 
 
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of the file ``path``, which together identify the file; :data:`_MISSING_FILE` where
-    it does not exist, ``None`` where its state cannot be read."""
+def _identify(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of the file ``path``, which together identify the file; :data:`_MISSING_FILE` if it
+    does not exist, ``None`` if its state cannot be read."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return _MISSING_FILE
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return stat.st_dev, stat.st_ino
 
 
 @contextmanager
 def lock_directory(run_dir: Path, *, resume: bool) -> Iterator[LockedDirectory]:
     """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the locked
-    directory. A missing directory is created. ``resume`` is true where the run in the directory will be continued.
+    directory. A missing directory is created. ``resume`` is true if the run in the directory will be continued.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where another process holds the lock, where the directory has a
-    run already and ``resume`` is false, or where it has no run and ``resume`` is true. Raises
-    :class:`~headrace.learner.disk.Damaged` where the recorded settings of a run to resume were changed.
+    Raises :class:`~headrace.base.errors.ConfigError` if another process holds the lock, if the directory has a run
+    already and ``resume`` is false, or if it has no run and ``resume`` is true. Raises
+    :class:`~headrace.learner.disk.Damaged` if the recorded settings of a run to resume were changed.
     """
     _refuse_lost_ledger(run_dir)
     if resume and not has_ledger(run_dir):
@@ -216,9 +218,9 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _refuse_lost_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``run_dir`` has checkpoints of a run but no ledger: this
-    run cannot be resumed, and no other run may start in its directory."""
-    if has_ledger(run_dir) or (newest := starting_point(run_dir)).snapshot is None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``run_dir`` has checkpoints of a run but no ledger: this run
+    cannot be resumed, and no other run may start in its directory."""
+    if has_ledger(run_dir) or (newest := find_starting_point(run_dir)).snapshot is None:
         return
     raise ConfigError(
         f"run.dir={str(run_dir)!r} holds checkpoints of a run, the newest of step {newest.step}, and no ledger "
@@ -229,9 +231,9 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
 
 
 def refuse_no_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, where ``run_dir``
-    has no ledger. The message depends on whether the directory is missing, has a run without a ledger, or has runs in
-    its subdirectories."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, if ``run_dir`` has
+    no ledger. The message depends on whether the directory is missing, has a run without a ledger, or has runs in its
+    subdirectories."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no directory {run_dir}", remedy="give the directory of a run (run.dir)")
     _refuse_lost_ledger(run_dir)
@@ -247,8 +249,8 @@ def refuse_no_ledger(run_dir: Path) -> None:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write ``tree``, nested dictionaries or a record, to the file ``path`` as JSON. The file is replaced atomically:
-    another process reads the whole old or the whole new content. Raises :class:`~headrace.base.errors.RunError` where
-    the file cannot be written."""
+    another process reads the whole old or the whole new content. Raises :class:`~headrace.base.errors.RunError` if the
+    file cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -271,10 +273,10 @@ def write_sealed(path: Path, tree: Any) -> None:
     write_checksums(path.parent, {**listed, path.name: checksum(path)})
 
 
-def changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
+def find_changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
     """Return the settings in ``tree`` that affect what is learned and differ from the recorded settings of the run in
     ``run_dir``, each as text with both values; an empty list for a new run. Settings that the program which recorded
-    them did not have are left out."""
+    them did not have are skipped."""
     if not (run_dir / CONFIG_FILE).is_file():
         return []
     before, now = leaves(read_sealed(run_dir / CONFIG_FILE)), leaves(tree)
@@ -286,25 +288,25 @@ def changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def engines_when_ended(run_dir: Path) -> int | None:
+def find_final_num_engines(run_dir: Path) -> int | None:
     """Return the number of engines that the run in ``run_dir`` had when it ended, if that is not the recorded
     ``engine.count`` with which it began; ``None`` otherwise, and for a run that never began."""
     last = read_status(run_dir)
     if last is None or not (run_dir / CONFIG_FILE).is_file():
         return None
-    had = last.engines
-    if had is None:
-        had = sum(part.role.partition("-")[0] == "engine" for part in last.components)
-    began = leaves(read_sealed(run_dir / CONFIG_FILE)).get("engine.count", had)
-    return None if had in (0, began) else had
+    num_final = last.engines
+    if num_final is None:
+        num_final = sum(part.role.partition("-")[0] == "engine" for part in last.components)
+    num_initial = leaves(read_sealed(run_dir / CONFIG_FILE)).get("engine.count", num_final)
+    return None if num_final in (0, num_initial) else num_final
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
     """Return the content of the JSON file ``path`` that :func:`write_sealed` wrote, after its checksum is verified. A
     file in a directory without checksums, from an older version of Headrace, is not verified.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file was changed afterwards, and ``OSError`` where it
-    cannot be read.
+    Raises :class:`~headrace.base.errors.DataError` if the file was changed afterwards, and ``OSError`` if it cannot be
+    read.
     """
     if path.is_file():
         verify(path.parent, [path.name])
@@ -322,8 +324,8 @@ REMOVED_SETTINGS = {"launch": ("join_password_env",)}
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """Return the recorded settings of the run in ``run_dir``, without the settings that no longer exist.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run, and
-    :class:`~headrace.base.errors.DataError` where the file is damaged.
+    Raises :class:`~headrace.base.errors.ConfigError` if the directory has no run, and
+    :class:`~headrace.base.errors.DataError` if the file is damaged.
     """
     try:
         tree = read_sealed(run_dir / CONFIG_FILE)
@@ -336,8 +338,8 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
 
 
 def read_status(run_dir: Path) -> Status | None:
-    """Return the last status of the run in ``run_dir``; ``None`` where it has not written a status. Raises
-    :class:`~headrace.base.errors.DataError` where the file is damaged."""
+    """Return the last status of the run in ``run_dir``; ``None`` if it has not written a status. Raises
+    :class:`~headrace.base.errors.DataError` if the file is damaged."""
     try:
         return msgspec.json.decode((run_dir / STATUS_FILE).read_bytes(), type=Status)
     except OSError:
@@ -347,8 +349,8 @@ def read_status(run_dir: Path) -> Status | None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """Return the summary of the last life of the run in ``run_dir``; ``None`` where this life has not written its
-    summary. Raises :class:`~headrace.base.errors.DataError` where the file is damaged."""
+    """Return the summary of the last life of the run in ``run_dir``; ``None`` if this life has not written its summary.
+    Raises :class:`~headrace.base.errors.DataError` if the file is damaged."""
     try:
         tree: dict[str, Any] = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
     except OSError:
@@ -363,19 +365,19 @@ def _damage_error(path: Path, error: Exception) -> DataError:
     return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 
 
-def run_file_of(where: Path) -> dict[str, Any] | Path:
-    """Return the run file to evaluate, for :func:`~headrace.run.session.config.load_config`. If ``where`` is a file,
-    this is ``where`` itself; if it is a run directory, the settings of the run, with its newest checkpoint (if any) as
-    the model. Raises :class:`~headrace.base.errors.ConfigError` where it is neither."""
-    if not where.exists():
-        raise ConfigError(f"{where} does not exist", remedy="name a run file, or the directory of a run")
-    if not where.is_dir():
-        return where
+def find_run_file(path: Path) -> dict[str, Any] | Path:
+    """Return the run file to evaluate, for :func:`~headrace.run.session.config.load_config`. If ``path`` is a file,
+    this is ``path`` itself; if it is a run directory, the settings of the run, with its newest checkpoint (if any) as
+    the model. Raises :class:`~headrace.base.errors.ConfigError` if it is neither."""
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist", remedy="name a run file, or the directory of a run")
+    if not path.is_dir():
+        return path
     try:
-        tree = read_sealed(where / CONFIG_FILE)
+        tree = read_sealed(path / CONFIG_FILE)
     except OSError:
-        raise ConfigError(f"{where} holds no run", remedy="name a run file, or the directory of a run") from None
-    snapshot = newest_weights(where / CHECKPOINTS)
+        raise ConfigError(f"{path} holds no run", remedy="name a run file, or the directory of a run") from None
+    snapshot = newest_weights(path / CHECKPOINTS)
     if snapshot is None:
         return tree
     trained = ModelConfig.model_validate(tree["model"]).with_snapshot(str(snapshot))

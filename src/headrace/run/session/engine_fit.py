@@ -18,9 +18,9 @@ _CODEC_FORMATS = {"cast_bf16": ("bfloat16",), "cast_fp8": ("float8",)}
 """The number formats to which lossy codecs of the weight sync round the weights, by the name of the codec."""
 
 
-def slower_here(config: RunConfig, devices: Devices) -> list[str]:
+def find_slowdowns(config: RunConfig, devices: Devices) -> list[str]:
     """Return warnings for the user about what makes the engine slower on this machine than it could be; an empty list
-    where nothing does. The only such warning is a missing C++ compiler for the kernels of an engine on the CPU."""
+    if nothing does. The only such warning is a missing C++ compiler for the kernels of an engine on the CPU."""
     engine, model = config.engine, config.model
     compiles = engine.can_fuse and model.dtype == "float32" and CPU in devices.engines
     if not compiles or config.launch.remote or find_compiler() is not None:
@@ -28,11 +28,11 @@ def slower_here(config: RunConfig, devices: Devices) -> list[str]:
     return [str(Unavailable(reason=NO_COMPILER))]
 
 
-def refuse_settled(config: RunConfig, other_models: Collection[str], devices: Devices) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the engine cannot serve the models and devices of a run.
+def refuse_unsupported(config: RunConfig, other_models: Collection[str], devices: Devices) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if the engine cannot serve the models and devices of a run.
 
-    ``other_models`` are the names of the agents and teachers with weights of their own. Unlike the checks of
-    ``load_config``, these checks depend on files and on the machine.
+    ``other_models`` are the names of the agents and teachers with weights of their own; ``devices`` are those of the
+    engines and the learner. Unlike the checks of ``load_config``, these checks depend on files and on the machine.
     """
     engine = config.engine
     if other_models and not engine.can.other_models:
@@ -47,7 +47,7 @@ def refuse_settled(config: RunConfig, other_models: Collection[str], devices: De
 
 
 def _refuse_uneven(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the attention heads of the model cannot be divided evenly
+    """Raise :class:`~headrace.base.errors.ConfigError` if the attention heads of the model cannot be divided evenly
     over ``engine.tensor`` devices (tensor parallelism)."""
     if config.engine.tensor == 1:
         return
@@ -58,14 +58,16 @@ def _refuse_uneven(config: RunConfig) -> None:
 
 
 def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``heads`` attention heads, with ``kv_heads`` heads of keys
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``heads`` attention heads, with ``kv_heads`` heads of keys
     and values, cannot be divided evenly over ``tensor`` devices. There may be more devices than heads of keys and
     values, if their number is a multiple of ``kv_heads``."""
 
-    def fits(ways: int) -> bool:
-        """Return whether the heads can be divided over ``ways`` devices."""
-        # where there are fewer key-value heads than devices, each of these heads is repeated on several devices
-        return not (heads % ways or (kv_heads % ways if kv_heads > ways else ways % kv_heads))
+    def fits(num_devices: int) -> bool:
+        """Return whether the heads can be divided evenly over ``num_devices`` devices."""
+        # if there are fewer key-value heads than devices, each of these heads is repeated on several devices
+        return not (
+            heads % num_devices or (kv_heads % num_devices if kv_heads > num_devices else num_devices % kv_heads)
+        )
 
     if not fits(tensor):
         possible = [str(number) for number in range(1, heads + 1) if fits(number)]
@@ -76,9 +78,9 @@ def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
         )
 
 
-def explained_gap(config: RunConfig) -> float:
-    """Return the largest mean |log μ − log π| between engine and learner, at equal weights, that the number formats of
-    the run can cause; 0 where engine and learner compute the same bits. A larger gap means an error."""
+def compute_explained_gap(config: RunConfig) -> float:
+    """Return the largest mean |log μ − log π| between engine and learner, at equal weights, that the number formats in
+    ``config`` can cause; 0 if engine and learner compute the same bits. A larger gap means an error."""
     model, engine = config.model, config.engine
     if model.deterministic:
         return 0.0

@@ -26,21 +26,21 @@ from headrace.control.evaluation import (
     EvaluationListener,
     Evaluator,
     IntervalEstimate,
-    mean_of,
+    estimate_mean,
+    estimate_share,
     pass_at_k,
     pass_hat_k,
-    share_of,
 )
 from headrace.control.observer import Observers
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
-from headrace.launch.local import local_serving
+from headrace.launch.local import launch_serving
 from headrace.run.observe.pages import Figure, PageInputs, PageWriter
 from headrace.run.observe.words import plural
 from headrace.run.session.config import RunConfig, RunFile, load_config
 from headrace.run.session.directory import write_json
-from headrace.run.session.engine_fit import slower_here
+from headrace.run.session.engine_fit import find_slowdowns
 from headrace.run.session.prepare import Inputs, Prepared, Rows, make_order, prepare, refuse_inside_a_run
-from headrace.run.session.running import first_cause, in_own_loop
+from headrace.run.session.running import first_cause, run_in_own_loop
 
 RESULT = "evaluation.json"
 """The name of the result's file in the directory of an evaluation."""
@@ -56,12 +56,12 @@ class Measures:
     ks: Sequence[int] = ()
     """The values of ``k`` for pass@k and pass^k; empty: 1, 2, 4, ... up to the number of attempts at each task."""
     pass_reward: float = 1.0
-    """The least reward with which an attempt passes."""
+    """The smallest reward with which an attempt passes."""
     directory: str | Path = ""
     """The directory for the pages, one line for each attempt, the result and the logs of the processes; empty: no
     file is kept."""
     max_pages: int = 1000
-    """The largest number of episodes that get a page."""
+    """The maximum number of episodes that get a page."""
     running_engine: RemoteEndpoint | None = None
     """An engine that is running already, with the model's tokenizer; ``None``: the engines of the run file are
     started."""
@@ -81,7 +81,7 @@ class Measures:
 
 
 _POWERS = tuple(2**power for power in range(16))
-"""The default values of ``k``; values above the number of attempts are left out."""
+"""The default values of ``k``; values above the number of attempts are skipped."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_hat: dict[int, IntervalEstimate]
     """By k, the probability that all of k attempts pass (pass^k)."""
     pass_reward: float
-    """The least reward with which an attempt passes."""
+    """The smallest reward with which an attempt passes."""
     tasks: int
     """The number of tasks."""
     samples: int
@@ -113,7 +113,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
     """Warnings about the evaluation, in words."""
     directory: str = ""
-    """The directory of the pages; empty where none were written."""
+    """The directory of the pages; empty if none were written."""
 
 
 def evaluate(
@@ -125,11 +125,12 @@ def evaluate(
     measures: Measures | None = None,
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Measure the model ``model.path`` in its environment, and return the result.
+    """Measure the model ``model.path`` of the run file ``config`` in its environment, and return the result.
 
     Each row of ``data.eval_path`` (or of ``eval_data``) is attempted ``run.eval_samples`` times. ``reward`` replaces
-    ``env.reward``; it must be a function that is defined in a file. ``on_progress`` is called with one line of text
-    when a long stage begins.
+    ``env.reward``; it must be a function that is defined in a file. ``overrides`` are ``section.key=value`` pairs that
+    replace settings of the run file, and ``measures`` are the other options. ``on_progress`` is called with one line of
+    text when a long stage begins.
 
     Raises :class:`~headrace.base.errors.HeadraceError`.
     """
@@ -139,83 +140,85 @@ def evaluate(
     prepared = prepare(load_config(config, overrides), inputs, training=False)
     measures.choose_ks(prepared.config.run.eval_samples)
     with tempfile.TemporaryDirectory(prefix="headrace-eval-") as logs:
-        where = Path(measures.directory).expanduser().resolve() if measures.directory else Path(logs)
-        return in_own_loop(lambda _: _evaluate(prepared, measures, where, on_progress))
+        directory = Path(measures.directory).expanduser().resolve() if measures.directory else Path(logs)
+        return run_in_own_loop(lambda _: _evaluate(prepared, measures, directory, on_progress))
 
 
 async def _evaluate(
-    prepared: Prepared, measures: Measures, where: Path, on_progress: Callable[[str], None]
+    prepared: Prepared, measures: Measures, directory: Path, on_progress: Callable[[str], None]
 ) -> Evaluation:
-    """Start the scoring and environment workers and the engines, attempt every held-out row, and return the result. If
-    ``measures`` names a running engine, this engine is used in place of the policy's own engines.
+    """Start the scoring and environment workers and the engines, attempt every held-out row of ``prepared``, and return
+    the result. If ``measures`` names a running engine, this engine is used in place of the policy's own engines.
 
-    ``where`` is the directory for the pages of episodes, the result and the logs; if the user chose no directory, it is
-    a temporary directory for the logs alone. ``on_progress`` is called with one line of text at a time. If several
-    errors occur together, the error that explains the others is raised.
+    ``directory`` is for the pages of episodes, the result and the logs; if the user chose no directory, it is a
+    temporary directory for the logs alone. ``on_progress`` is called with one line of text at a time. If several errors
+    occur together, the error that explains the others is raised.
     """
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
-    warnings = [] if measures.running_engine else slower_here(prepared.config, prepared.devices)
+    warnings = [] if measures.running_engine else find_slowdowns(prepared.config, prepared.devices)
     warnings += prepared.isolation_warnings
     for warning in prepared.isolation_warnings:
         on_progress(f"warning: {warning}")
 
-    def count(arrived: int) -> None:
-        """Add ``arrived`` sampled tokens to the count, and report it every :data:`PROGRESS_EVERY_S`."""
+    def count(num_new: int) -> None:
+        """Add ``num_new`` sampled tokens to the count, and report it every :data:`PROGRESS_EVERY_S`."""
         nonlocal tokens, reported_s
-        tokens += arrived
+        tokens += num_new
         if clock.now() - reported_s >= PROGRESS_EVERY_S:
             reported_s = clock.now()
             on_progress(f"{tokens:,} tokens sampled so far")
 
-    book = _page_writer(prepared, measures, where)
+    pages = _make_page_writer(prepared, measures, directory)
     order = replace(
-        make_order(prepared, run_dir=where, snapshot=None, observers=Observers(())),
+        make_order(prepared, run_dir=directory, snapshot=None, observers=Observers(())),
         on_event=partial(_keep_warning, warnings, on_progress),
     )
-    listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
+    listener = EvaluationListener(
+        on_tokens=count, warn=warnings.append, on_attempt=None if pages is None else pages.keep
+    )
     on_progress(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
     )
     try:
-        async with _engine(measures.running_engine) as remote, local_serving(order, remote) as serving:
+        async with _connect_if_running(measures.running_engine) as remote, launch_serving(order, remote) as serving:
             began_s = clock.now()
             on_progress(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
-            rewards = await attempt_rewards(serving, run, listener)
+            rewards = await measure_rewards(serving, run, listener)
             seconds = clock.now() - began_s
     except BaseExceptionGroup as error:
         raise first_cause(error) from None
     evaluation = _summarize(prepared, measures, rewards)
     evaluation = msgspec.structs.replace(evaluation, tokens=tokens, seconds=seconds, warnings=warnings)
-    if book is not None:
-        evaluation = msgspec.structs.replace(evaluation, directory=str(where))
-        book.finish(evaluation.model, _figures(evaluation), warnings)
-        write_json(where / RESULT, evaluation)
+    if pages is not None:
+        evaluation = msgspec.structs.replace(evaluation, directory=str(directory))
+        pages.finish(evaluation.model, _make_figures(evaluation), warnings)
+        write_json(directory / RESULT, evaluation)
     return evaluation
 
 
 def _keep_warning(warnings: list[str], on_progress: Callable[[str], None], event: Event) -> None:
-    """Pass a warning about the processes of the evaluation to ``on_progress``, and append it to ``warnings``. Other
-    events are not shown."""
+    """If ``event`` is a warning about the processes of the evaluation, pass it to ``on_progress``, and append it to
+    ``warnings``. Other events are not shown."""
     if event.level == "warning":
         on_progress(f"warning: {event.text}")
         warnings.append(event.text)
 
 
 @asynccontextmanager
-async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
-    """Connect to the running engine at ``where`` for the duration of the context, and yield its client. Yield ``None``
-    where ``where`` is ``None``, which means that the engines of the run file must be started."""
-    if where is None:
+async def _connect_if_running(endpoint: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
+    """Connect to the running engine at ``endpoint`` for the duration of the context, and yield its client. Yield
+    ``None`` if ``endpoint`` is ``None``, which means that the engines of the run file must be started."""
+    if endpoint is None:
         yield None
         return
-    async with connect(where) as remote:
+    async with connect(endpoint) as remote:
         yield remote
 
 
-def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWriter | None:
-    """Return the writer of the pages of episodes, which writes into the directory ``where``; ``None`` if the user has
-    chosen no directory, in which case no pages are written."""
+def _make_page_writer(prepared: Prepared, measures: Measures, directory: Path) -> PageWriter | None:
+    """Return the writer of the pages of episodes, which writes into ``directory``; ``None`` if the user has chosen no
+    directory in ``measures``, in which case no pages are written. ``prepared`` has the held-out tasks."""
     if not measures.directory:
         return None
     shown = PageInputs(
@@ -224,22 +227,23 @@ def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWri
         decode=partial(prepared.chat.tokenizer.decode, skip_special_tokens=False),
         max_pages=measures.max_pages,
     )
-    return PageWriter(where, shown)
+    return PageWriter(directory, shown)
 
 
 def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequence[float]]) -> Evaluation:
-    """Return the measures of ``rewards``, which are indexed by task and attempt. The fields ``tokens``, ``seconds`` and
-    ``warnings`` of the result are left empty, for the caller."""
+    """Return the result of an evaluation with the ``measures`` of ``rewards``, which are indexed by task and attempt.
+    ``prepared`` has the settings. The fields ``tokens``, ``seconds`` and ``warnings`` are left empty, for the
+    caller."""
     run, engine = prepared.config.run, prepared.config.engine
-    avg = mean_of([sum(task) / len(task) for task in rewards])
+    avg = estimate_mean([sum(task) / len(task) for task in rewards])
     passed = [sum(reward >= measures.pass_reward for reward in task) for task in rewards]
     ks = measures.choose_ks(run.eval_samples)
     return Evaluation(
         model=prepared.config.model.path,
         mean_reward=avg.value,
         avg=avg,
-        pass_at={k: share_of([pass_at_k(run.eval_samples, count, k) for count in passed]) for k in ks},
-        pass_hat={k: share_of([pass_hat_k(run.eval_samples, count, k) for count in passed]) for k in ks},
+        pass_at={k: estimate_share([pass_at_k(run.eval_samples, count, k) for count in passed]) for k in ks},
+        pass_hat={k: estimate_share([pass_hat_k(run.eval_samples, count, k) for count in passed]) for k in ks},
         pass_reward=measures.pass_reward,
         tasks=len(rewards),
         samples=run.eval_samples,
@@ -250,7 +254,7 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
     )
 
 
-def _figures(evaluation: Evaluation) -> list[Figure]:
+def _make_figures(evaluation: Evaluation) -> list[Figure]:
     """Return the figures for the top of the index page: avg@n, and pass@k and pass^k for each k, each with its
     interval."""
     named = {f"avg@{evaluation.samples}": evaluation.avg}
@@ -269,19 +273,19 @@ _CONTRACT = LoopContract(
 """The description of the evaluation's only loop, for the error of a stall."""
 
 
-async def attempt_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:
+async def measure_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:
     """Run every attempt at the held-out tasks, and return the rewards, indexed by task and attempt; a failed attempt
     counts as 0. ``serving`` has the engines, workers and tasks; ``run`` has the number of attempts, the temperature and
     the seed; the functions of ``listener`` are called with tokens, warnings and ended episodes.
 
-    Raises :class:`~headrace.base.errors.StallError` where there is no progress for ``run.stall_timeout_s``.
+    Raises :class:`~headrace.base.errors.StallError` if there is no progress for ``run.stall_timeout_s``.
     """
     board = ActivityBoard((_CONTRACT,), serving.clock)
     evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
 
-    def arrived(tokens: int) -> None:
+    def on_tokens(tokens: int) -> None:
         """Report progress to the watchdog, and pass the number of new tokens on to the listener."""
-        board.progress()
+        board.record_progress()
         listener.on_tokens(tokens)
 
     async with asyncio.TaskGroup() as group:
@@ -290,7 +294,7 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
         )
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
             rewards = await evaluator.rewards(
-                EvaluationListener(on_tokens=arrived, warn=listener.warn, keep=listener.keep)
+                EvaluationListener(on_tokens=on_tokens, warn=listener.warn, on_attempt=listener.on_attempt)
             )
         watchdog.cancel()
     return rewards

@@ -20,9 +20,9 @@ from headrace.models.devices import CPU
 from headrace.models.hub import pinned_path
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.run.observe.words import plural
-from headrace.run.rules.settings import idle_clip
+from headrace.run.rules.settings import find_idle_clip
 from headrace.run.session.config import RunConfig
-from headrace.run.session.engine_fit import slower_here
+from headrace.run.session.engine_fit import find_slowdowns
 from headrace.run.session.prepare import Prepared
 
 
@@ -49,7 +49,7 @@ def explain(prepared: Prepared) -> str:
             if cluster is None
             else [cluster.sentence(config.launch, engines, ranks)]
         ),
-        *(f"Learns less than it could: {words}." for words in idle_clip(config)),
+        *(f"Learns less than it could: {words}." for words in find_idle_clip(config)),
         *_joining_sentences(config),
         *filter(None, [config.engine.server.sentence(config.engine.kind)]),
     ]
@@ -75,9 +75,9 @@ PREVIEWS = Registry[Callable[[Prepared], str]](
 these texts after the text of :func:`explain`."""
 
 
-def previews(prepared: Prepared) -> str:
-    """Return the texts of all registered previews (:data:`PREVIEWS`) about the run, in the order of their names, each
-    one or more lines. The text of a preview that cannot be loaded is the reason."""
+def make_previews(prepared: Prepared) -> str:
+    """Return the texts of all registered make_previews (:data:`PREVIEWS`) about the run, in the order of their names,
+    each one or more lines. The text of a preview that cannot be loaded is the reason."""
     texts: list[str] = []
     for name in PREVIEWS:
         try:
@@ -95,33 +95,33 @@ class Changed(NamedTuple):
     value: Any
     """The value in this run, in its JSON form."""
     default: Any
-    """The default value, in its JSON form; ``None`` also where there is no default."""
+    """The default value, in its JSON form; ``None`` also if there is no default."""
     words: str
-    """The first sentence of the setting's description."""
+    """One sentence of the setting's description (:func:`_choose_sentence`)."""
 
 
-def non_default_settings(config: RunConfig) -> list[Changed]:
+def find_non_default_settings(config: RunConfig) -> list[Changed]:
     """Return the settings of a run that differ from their defaults, in the order of the sections of a run file;
     ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", pinned_path(config.model.path), None, _describing_sentence(config.model, "path")),
+        Changed("model.path", pinned_path(config.model.path), None, _choose_sentence(config.model, "path")),
         *_find_changed(config, usual, ""),
     ]
 
 
-def changed_in_words(config: RunConfig, width: int) -> str:
-    """Return text with a line for each setting that differs from its default, followed by the meaning of the setting,
-    wrapped to about ``width`` columns of the terminal."""
+def describe_non_default_settings(config: RunConfig, width: int) -> str:
+    """Return text with a line for each setting in ``config`` that differs from its default, followed by the meaning of
+    the setting, wrapped to about ``width`` columns of the terminal."""
     lines = ["Differs from the default, by what is set here:"]
-    for name, value, default, words in non_default_settings(config):
+    for name, value, default, words in find_non_default_settings(config):
         usual = "" if name == "model.path" else f"  (default {_toml_value(default)})"
         lines.append(f"  {name} = {_toml_value(value)}{usual}")
         lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 
-def every_setting(config: RunConfig) -> str:
+def format_all_settings(config: RunConfig) -> str:
     """Return all settings of the run, defaults included, as text in the form of a run file."""
     lines: list[str] = []
     for section, settings in config.model_dump(mode="json").items():
@@ -129,24 +129,24 @@ def every_setting(config: RunConfig) -> str:
     return "\n".join(lines[1:])
 
 
-def _find_changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
-    """Yield the settings in ``found``, a section or a table of the run's settings, that differ from ``usual``, the same
-    table with default values. ``above`` is the prefix of their dotted names; empty for the whole run file."""
-    for key, shown in found.model_dump(mode="json").items():
-        here, there = (model.model_dump()[key] for model in (found, usual))
-        inside, beside = (dict(model)[key] for model in (found, usual))
-        if here == there:
+def _find_changed(table: pydantic.BaseModel, default: pydantic.BaseModel, prefix: str) -> Iterator[Changed]:
+    """Yield the settings in ``table``, a section or a table of the run's settings, that differ from ``default``, the
+    same table with default values. ``prefix`` begins their dotted names; empty for the whole run file."""
+    defaults = default.model_dump(mode="json")
+    for key, dumped in table.model_dump(mode="json").items():
+        value, default_value = dict(table)[key], dict(default)[key]
+        if table.model_dump()[key] == default.model_dump()[key]:
             continue
-        if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
-            yield from _find_changed(inside, beside, f"{above}{key}.")
+        if isinstance(value, pydantic.BaseModel) and type(value) is type(default_value):
+            yield from _find_changed(value, default_value, f"{prefix}{key}.")
         else:
-            value = _printed_value(inside, shown)
-            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _describing_sentence(found, key))
+            printed = _make_printed_value(value, dumped)
+            yield Changed(f"{prefix}{key}", printed, defaults[key], _choose_sentence(table, key))
 
 
-def _printed_value(value: Any, dumped: Any) -> Any:
-    """Return a setting's value in the form to print: ``dumped``, its JSON form, or where ``value`` is a table or a list
-    of tables, only the entries of these tables that differ from their defaults."""
+def _make_printed_value(value: Any, dumped: Any) -> Any:
+    """Return a setting's value in the form to print: ``dumped``, its JSON form, or if ``value`` is a table or a list of
+    tables, only the entries of these tables that differ from their defaults."""
     if isinstance(value, pydantic.BaseModel):
         return _non_default(value)
     if isinstance(value, list | tuple) and value and all(isinstance(each, pydantic.BaseModel) for each in value):
@@ -162,9 +162,9 @@ def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
     return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
 
 
-def _describing_sentence(section: pydantic.BaseModel, key: str) -> str:
+def _choose_sentence(section: pydantic.BaseModel, key: str) -> str:
     """Return one sentence of the description of the setting ``key`` in ``section``: the sentence about its present
-    value, such as ``plain: always lines``, where there is such a sentence, else the first sentence; empty without a
+    value, such as ``plain: always lines``, if there is such a sentence, else the first sentence; empty without a
     description."""
     kind = type(section)
     description = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
@@ -176,11 +176,11 @@ def _describing_sentence(section: pydantic.BaseModel, key: str) -> str:
 
 def _joining_sentences(config: RunConfig) -> list[str]:
     """Return a list with the sentence about other machines that may join the run with workers for environments; an
-    empty list where ``launch.join`` is not set."""
+    empty list if ``launch.join`` is not set."""
     if not config.launch.join:
         return []
-    here = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
-    return [f"Other machines may join at {config.launch.join} with workers for environments, {here}."]
+    division = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
+    return [f"Other machines may join at {config.launch.join} with workers for environments, {division}."]
 
 
 def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
@@ -191,7 +191,7 @@ def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
         f"{_engine_words(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
         *_device_sentences(prepared),
-        *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
+        *(f"Slower than it could be: {words}." for words in find_slowdowns(config, prepared.devices)),
         *(f"Less separate than it could be: {words}." for words in prepared.isolation_warnings),
     ]
 

@@ -3,7 +3,7 @@
 run ──▶ its newest complete checkpoint ┬─ a model: its files, byte for byte; for the text part of a multimodal
                                        │  checkpoint, the files of the whole checkpoint with the trained text part
 checkpoint, or a saved policy ─────────┘─ an adapter: merged into its base model, or as separate files for peft; one
-                                          agent's adapter, where agents have trained adapters of their own
+                                          agent's adapter, if agents have trained adapters of their own
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     agent: str = ""
     """The agent whose adapter was exported; empty for the policy's adapter."""
     whole: str = ""
-    """The multimodal checkpoint from which all other weights were copied, where its text part was trained; empty for
+    """The multimodal checkpoint from which all other weights were copied, if its text part was trained; empty for
     models of text alone."""
     lost_share: float | None = None
     """The fraction of the weights changed by the adapter that are equal to the base's again after rounding to the
-    number format; ``None`` where nothing was merged."""
+    number format; ``None`` if nothing was merged."""
 
 
 def export(
-    where: Path,
+    weights: Path,
     out: Path,
     adapter: AdapterForm | None = None,
     dtype: NumberFormat | None = None,
     agent: str = "",
 ) -> Exported:
-    """Write the weights of the run or checkpoint ``where`` into the new directory ``out``, which appears complete or
-    not at all.
+    """Write the weights of the run or checkpoint in the directory ``weights`` into the new directory ``out``, which
+    appears complete or not at all.
 
     ``adapter`` is the form of an adapter; ``None`` means merged. ``dtype`` is the number format of a merged model;
-    ``None`` means float32. ``agent`` names the agent whose adapter is exported, where agents have trained adapters of
+    ``None`` means float32. ``agent`` names the agent whose adapter is exported, if agents have trained adapters of
     their own; ``policy`` selects the policy's adapter.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where there are no such weights, and where ``out`` exists already;
-    :class:`~headrace.base.errors.CheckpointError` where ``out`` cannot be written; and
-    :class:`~headrace.base.errors.ModelError` where the adapter's base model is missing.
+    Raises :class:`~headrace.base.errors.ConfigError` if there are no such weights, and if ``out`` exists already;
+    :class:`~headrace.base.errors.CheckpointError` if ``out`` cannot be written; and
+    :class:`~headrace.base.errors.ModelError` if the adapter's base model is missing.
     """
     out = out.expanduser().absolute()
     while True:
-        checkpoint_dir = _find_source(where)
+        checkpoint_dir = _find_source(weights)
         try:
             return _export(checkpoint_dir, out, adapter, dtype, agent)
         except CheckpointError:
@@ -93,7 +93,7 @@ def _export(
 ) -> Exported:
     """Write the weights of the checkpoint ``checkpoint_dir`` to the new directory ``out``, completely or not at all,
     and return the description of the export. :func:`export` describes the other parameters and the errors."""
-    source = _adapter_directory(checkpoint_dir, agent)
+    source = _find_adapter_directory(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -108,11 +108,12 @@ def _export(
     try:
         if adapted and adapter != "separate":
             lost_share = _merge(source, unfinished, dtype or "float32")
-        elif not adapted and (whole := _multimodal_checkpoint(source)):
+        elif not adapted and (whole := _read_multimodal_checkpoint(source)):
             _write_multimodal(source, whole, unfinished)
         else:
-            files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
-            _copy_files([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
+            files = [path for pattern in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(pattern)]
+            files += [path for name in TOKENIZER_FILES for path in checkpoint_dir.glob(name)]
+            _copy_files(files, unfinished)
         unfinished.replace(out)
         flush_one(out.parent)
     except (OSError, SafetensorError) as error:
@@ -131,11 +132,10 @@ def _export(
     )
 
 
-def _adapter_directory(source: Path, agent: str) -> Path:
+def _find_adapter_directory(source: Path, agent: str) -> Path:
     """Return the directory below the checkpoint ``source`` with the adapter of ``agent``; ``source`` itself for the
-    policy's adapter (``agent`` is ``policy``) and where agents have no adapters (``agent`` is empty). Raises
-    :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent where there are several
-    adapters."""
+    policy's adapter (``agent`` is ``policy``) and if agents have no adapters (``agent`` is empty). Raises
+    :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent if there are several adapters."""
     agents = sorted(path.name for path in (source / AGENTS).glob("*"))
     choices = [POLICY, *agents] if agents else []
     if choices and not agent:
@@ -150,19 +150,19 @@ def _adapter_directory(source: Path, agent: str) -> Path:
     return source / AGENTS / agent if agent in agents else source
 
 
-def _find_source(where: Path) -> Path:
-    """Return the directory of the weights to export: the newest complete checkpoint if ``where`` is the directory of a
-    run, or ``where`` itself, after a check of its files, if it is a checkpoint or a saved policy. Raises
-    :class:`~headrace.base.errors.ConfigError` where there are no weights."""
-    source = where.expanduser().absolute()
+def _find_source(path: Path) -> Path:
+    """Return the directory of the weights to export: the newest complete checkpoint if ``path`` is the directory of a
+    run, or ``path`` itself, after a check of its files, if it is a checkpoint or a saved policy. Raises
+    :class:`~headrace.base.errors.ConfigError` if there are no weights."""
+    source = path.expanduser().absolute()
     if (source / CHECKPOINTS).is_dir() or (source / LOCK_FILE).is_file():
         snapshot = checkpoint.newest_weights(source / CHECKPOINTS)
         if snapshot is None:
-            raise ConfigError(f"the run {where} has no whole checkpoint yet", remedy="let it reach its first one")
+            raise ConfigError(f"the run {path} has no whole checkpoint yet", remedy="let it reach its first one")
         return snapshot
     if not any(source.glob("*.safetensors")):
         raise ConfigError(
-            f"{where} is neither a run nor a checkpoint",
+            f"{path} is neither a run nor a checkpoint",
             remedy="name the directory of a run, of one of its checkpoints, or of a saved policy",
         )
     if (source / STATE_FILE).is_file():
@@ -174,7 +174,8 @@ def _find_source(where: Path) -> Path:
 
 def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for an option of the user, ``--adapter`` or ``--dtype``, that
-    would have no effect on the weights in ``source``. ``adapted`` is true where these are an adapter."""
+    would have no effect on the weights in ``source``. ``adapted`` is true if these are an adapter; ``adapter`` and
+    ``dtype`` are the values of the options."""
     if adapter is not None and not adapted:
         raise ConfigError(
             f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
@@ -199,13 +200,13 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     return export_merged(Path(base), source, out, dtype).lost_share
 
 
-def _multimodal_checkpoint(source: Path) -> str:
+def _read_multimodal_checkpoint(source: Path) -> str:
     """Return the path or hub name, from the configuration of the model in ``source``, of the multimodal checkpoint to
     which the model belongs as its text part; empty for a model of text alone."""
     return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
 
 
-def _format_of(source: Path) -> NumberFormat:
+def _read_number_format(source: Path) -> NumberFormat:
     """Return the number format of the weights in ``source``: ``bfloat16`` if the configuration there names it, else
     ``float32``."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -218,7 +219,7 @@ def _write_multimodal(source: Path, whole: str, out: Path) -> None:
     from headrace.models.text_part import write_whole
 
     base = Path(local_directory(whole, "the multimodal checkpoint"))
-    text = load_model(ModelConfig(path=str(source), dtype=_format_of(source)))
+    text = load_model(ModelConfig(path=str(source), dtype=_read_number_format(source)))
     needed = sum(path.stat().st_size for path in base.iterdir()) + 2 * sum(each.nbytes for each in text.parameters())
     out.mkdir()
     with whole_or_nothing(out, needed + SLACK_BYTES):

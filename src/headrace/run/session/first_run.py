@@ -23,7 +23,7 @@ from headrace.models.devices import num_gpus
 from headrace.models.hub import local_directory
 from headrace.rollout.environments.data import Row, load_rows
 from headrace.rollout.environments.prompts import make_tasks
-from headrace.rollout.scoring.signature import signature_in
+from headrace.rollout.scoring.signature import read_signature
 from headrace.run.session.config import load_config
 from headrace.run.session.prepare import Inputs, prepare
 
@@ -35,8 +35,8 @@ TESTS = ("tests", "test_cases", "unit_tests", "test_list")
 """The usual names of the column of tests for generated code."""
 HELD_OUT = ("held_out", "test", "eval", "validation", "val", "dev")
 """The usual names, without suffix, of a file of held-out rows."""
-NUM_FOUND = 4
-"""The largest number of the user's functions that are listed as possible rewards."""
+MAX_LISTED = 4
+"""The maximum number of the user's functions that are listed as possible rewards."""
 NUM_PROBED_ROWS = 256
 """The number of rows whose prompts are tokenized to find the longest prompt."""
 
@@ -52,7 +52,7 @@ class Model:
     context: int
     """The context length of the model, in tokens."""
     chats: bool
-    """True where the tokenizer has a chat template."""
+    """True if the tokenizer has a chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +79,8 @@ class Data:
 
 def find_model(path: str) -> Model:
     """Return the facts about the model at ``path``, a directory or a name on a hub. From a hub, its configuration and
-    tokenizer are downloaded, but no weights. Raises :class:`~headrace.base.errors.ModelError` where these files cannot
-    be read."""
+    tokenizer are downloaded, but no weights. Raises :class:`~headrace.base.errors.ModelError` if these files cannot be
+    read."""
     directory = local_directory(
         str(Path(path).expanduser()) if path.startswith("~") else path, "--model", weights=False
     )
@@ -91,11 +91,11 @@ def find_model(path: str) -> Model:
 
 def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
     """Return the facts about the rows in the file ``path``; the first prompts are tokenized with the tokenizer of
-    ``model`` to find the longest prompt. ``prompt_column`` names the column of the prompts; where it is empty, this is
-    the first name in :data:`PROMPTS` that the rows have.
+    ``model`` to find the longest prompt. ``prompt_column`` names the column of the prompts; if it is empty, this is the
+    first name in :data:`PROMPTS` that the rows have.
 
-    Raises :class:`~headrace.base.errors.DataError` where the rows or prompts cannot be read, and
-    :class:`~headrace.base.errors.ConfigError` where no column of prompts is found.
+    Raises :class:`~headrace.base.errors.DataError` if the rows or prompts cannot be read, and
+    :class:`~headrace.base.errors.ConfigError` if no column of prompts is found.
     """
     rows = load_rows(path)
     column = prompt_column or next((name for name in PROMPTS if name in rows[0]), "")
@@ -116,9 +116,9 @@ def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
     )
 
 
-def answer_column(data: Data) -> str:
+def find_answer_column(data: Data) -> str:
     """Return the name of the column that probably contains the expected answer, by the names in :data:`ANSWERS`; empty
-    where no column has such a name."""
+    if no column has such a name."""
     return next((name for name in ANSWERS if name in data.columns and name != data.prompt_column), "")
 
 
@@ -134,56 +134,61 @@ class RewardChoice:
     """The description for the user."""
 
 
-def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
-    """Return the rewards that are possible with the columns of the rows, the recommended reward first; an empty list
-    where there is neither an expected answer nor tests. ``answers`` names the column of the expected answer; where it
-    is empty, :func:`answer_column` finds the column."""
-    answers = answers or answer_column(data)
+def list_possible_rewards(data: Data, answer_column: str = "") -> list[RewardChoice]:
+    """Return the rewards that are possible with the columns of the rows ``data``, the recommended reward first; an
+    empty list if there is neither an expected answer nor tests. ``answer_column`` names the column of the expected
+    answer; if it is empty, :func:`find_answer_column` finds the column."""
+    answer_column = answer_column or find_answer_column(data)
     choices: list[RewardChoice] = []
-    if answers:
+    if answer_column:
         choices = [
-            RewardChoice(name="file", column=answers, meaning=f"a file to change, which compares with {answers!r}"),
-            RewardChoice(name="exact", column=answers, meaning=f"1 where the whole answer is that of {answers!r}"),
+            RewardChoice(
+                name="file", column=answer_column, meaning=f"a file to change, which compares with {answer_column!r}"
+            ),
+            RewardChoice(
+                name="exact", column=answer_column, meaning=f"1 where the whole answer is that of {answer_column!r}"
+            ),
         ]
         extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
-        meaning = f"1 where the last formula or number is worth what {answers!r} is{extra}"
-        choices.append(RewardChoice(name="math", column=answers, meaning=meaning))
+        meaning = f"1 where the last formula or number is worth what {answer_column!r} is{extra}"
+        choices.append(RewardChoice(name="math", column=answer_column, meaning=meaning))
     tests = next((name for name in TESTS if name in data.columns), "")
     if tests:
         code = RewardChoice(
             name="code", column=tests, meaning=f"the share of {tests!r} that its code passes, sandboxed"
         )
-        choices.insert(0 if not answers else len(choices), code)
+        choices.insert(0 if not answer_column else len(choices), code)
     return choices
 
 
 def check_reward(reference: str, data: Data) -> None:
     """Check that the reward function ``reference`` (``file.py:function``) exists, and that its parameters, except the
     completions, are columns of the rows. The file is parsed, but not imported. Raises
-    :class:`~headrace.base.errors.HeadraceError` where the function cannot be used."""
+    :class:`~headrace.base.errors.HeadraceError` if the function cannot be used."""
     path, name = find_in_file(reference, "--reward")
-    signature = signature_in(path, name)
+    signature = read_signature(path, name)
     if signature is None:  # the parameters are known only after an import, which the dry run at the end makes
         return
     signature.refuse_form(name)
     signature.refuse_missing(name, data.columns, by_turn=False)
 
 
-def own_rewards(directory: Path, data: Data) -> list[str]:
-    """Return ``file.py:function`` for up to :data:`NUM_FOUND` functions in ``directory`` that could be the reward: they
-    have a parameter for completions, and their other parameters are columns of the rows. No file is imported."""
+def find_user_rewards(directory: Path, data: Data) -> list[str]:
+    """Return ``file.py:function`` for up to :data:`MAX_LISTED` functions in ``directory`` that could be the reward:
+    they have a parameter for completions, and their other parameters are columns of the rows ``data``. No file is
+    imported."""
     references: list[str] = []
     for path in sorted(directory.glob("*.py")):
-        for name in _functions_in(path):
+        for name in _list_functions(path):
             with suppress(HeadraceError):
                 check_reward(f"{path}:{name}", data)
                 references.append(f"{path}:{name}")
-        if len(references) >= NUM_FOUND:
+        if len(references) >= MAX_LISTED:
             break
-    return references[:NUM_FOUND]
+    return references[:MAX_LISTED]
 
 
-def _functions_in(path: Path) -> list[str]:
+def _list_functions(path: Path) -> list[str]:
     """Return the names of the public functions that a Python file defines at its top level, without importing it; an
     empty list for a file that cannot be parsed."""
     try:
@@ -194,16 +199,17 @@ def _functions_in(path: Path) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def held_out_beside(path: Path) -> Path | None:
+def find_held_out_file(path: Path) -> Path | None:
     """Return the first file, in the directory of ``path`` and with the same suffix, that probably contains held-out
-    rows, by the names in :data:`HELD_OUT`; ``None`` where there is no such file."""
+    rows, by the names in :data:`HELD_OUT`; ``None`` if there is no such file."""
     names = (f"{name}{path.suffix}" for name in HELD_OUT)
-    return next((found for name in names if (found := path.with_name(name)).is_file() and found != path), None)
+    candidates = (path.with_name(name) for name in names)
+    return next((candidate for candidate in candidates if candidate.is_file() and candidate != path), None)
 
 
 def check_held_out(path: Path, data: Data) -> None:
-    """Raise :class:`~headrace.base.errors.HeadraceError` where the held-out rows in ``path`` cannot be read, or lack
-    the column of prompts of ``data``."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` if the held-out rows in ``path`` cannot be read, or lack the
+    column of prompts of ``data``."""
     rows = load_rows(path)
     if data.prompt_column not in rows[0]:
         raise DataError(
@@ -235,8 +241,8 @@ class FirstRun:
 
     def text(self, directory: Path) -> str:
         """Return the text of the run file, in TOML. ``directory`` is the directory of the run file: paths below it are
-        written relative to it, all other paths are absolute. Raises :class:`~headrace.base.errors.ConfigError` where
-        the longest prompt leaves no room for an answer."""
+        written relative to it, all other paths are absolute. Raises :class:`~headrace.base.errors.ConfigError` if the
+        longest prompt leaves no room for an answer."""
         gpu = num_gpus() > 0
         rows = len(self.data.rows)
         room = self.model.context - self.data.longest
@@ -246,15 +252,17 @@ class FirstRun:
                 remedy="shorten the prompts, or choose a model with a longer context",
             )
         column = self.data.prompt_column
-        held_out = "" if self.eval_path is None else f"eval_path = {_toml(_relative_path(self.eval_path, directory))}\n"
+        held_out = (
+            "" if self.eval_path is None else f"eval_path = {_quote_toml(_relative_path(self.eval_path, directory))}\n"
+        )
         return _RUN.substitute(
-            model=_toml(
+            model=_quote_toml(
                 self.model.path if self._is_hub_name else _relative_path(Path(self.model.path).expanduser(), directory)
             ),
             dtype='dtype = "bfloat16"\n' if gpu else "",
-            data=_toml(_relative_path(self.data.path, directory)),
+            data=_quote_toml(_relative_path(self.data.path, directory)),
             held_out=held_out,
-            column="" if column == "prompt" else f"prompt_column = {_toml(column)}\n",
+            column="" if column == "prompt" else f"prompt_column = {_quote_toml(column)}\n",
             reward=self._reward(directory),
             new_tokens=min(1024 if gpu else 256, room),
             groups=min(16 if gpu else 8, rows),
@@ -266,21 +274,21 @@ class FirstRun:
         file, is relative to it."""
         if isinstance(self.reward, RewardChoice):
             key = "tests_column" if self.reward.name == "code" else "answer_column"
-            return f"[[env.rewards]]\nkind = {_toml(self.reward.name)}\n{key} = {_toml(self.reward.column)}"
+            return f"[[env.rewards]]\nkind = {_quote_toml(self.reward.name)}\n{key} = {_quote_toml(self.reward.column)}"
         path, _, name = self.reward.rpartition(":")
-        reference = _toml(f"{_relative_path(Path(path), directory)}:{name}")
+        reference = _quote_toml(f"{_relative_path(Path(path), directory)}:{name}")
         return f"[env]\nreward = {reference}"
 
     @property
     def _is_hub_name(self) -> bool:
-        """True where the user named the model by its name on a hub, which is written to the run file, and not by a
+        """True if the user named the model by its name on a hub, which is written to the run file, and not by a
         directory."""
         return self.model.directory != str(Path(self.model.path).expanduser())
 
     def write(self, out: Path, *, force: bool = False) -> None:
         """Write the run file to ``out`` after a dry run of its text has succeeded. Raises
-        :class:`~headrace.base.errors.HeadraceError`, without a change to ``out``, where the dry run fails, where the
-        file cannot be written, and where ``out`` exists and ``force`` is false."""
+        :class:`~headrace.base.errors.HeadraceError`, without a change to ``out``, if the dry run fails, if the file
+        cannot be written, and if ``out`` exists and ``force`` is false."""
         refuse_existing(out, force=force)
         trial = out.with_name(f".{out.name}.tmp")
         try:
@@ -294,19 +302,19 @@ class FirstRun:
 
 
 def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the file ``out`` exists and ``force``, the user's
-    permission to overwrite it, is false."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the file ``out`` exists and ``force``, the user's permission
+    to overwrite it, is false."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already", remedy="name another file (--out), or write over it (--force)")
 
 
 def _relative_path(path: Path, directory: Path) -> str:
-    """Return ``path`` relative to ``directory`` where it is below ``directory``, else as an absolute path."""
-    found = path.expanduser().resolve()
-    return str(found.relative_to(directory) if found.is_relative_to(directory) else found)
+    """Return ``path`` relative to ``directory`` if it is below ``directory``, else as an absolute path."""
+    absolute = path.expanduser().resolve()
+    return str(absolute.relative_to(directory) if absolute.is_relative_to(directory) else absolute)
 
 
-def _toml(text: str) -> str:
+def _quote_toml(text: str) -> str:
     """Return ``text`` as a quoted string for a TOML file. TOML accepts strings that are quoted as in JSON."""
     return json.dumps(text, ensure_ascii=False)
 
@@ -345,7 +353,7 @@ NUMBER = re.compile(r"-?\\d[\\d,]*(?:\\.\\d+)?")
 
 
 def reward(completion: str, $column) -> float:
-    """Return 1 where the last numbers of the completion and of the expected answer are equal, else 0.
+    """Return 1 if the last numbers of the completion and of the expected answer are equal, else 0.
 
     An expected answer without numbers must be the end of the completion.
     """

@@ -29,28 +29,31 @@ from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
 from headrace.run.session.config import RunConfig
 
 
-def teacher_orders(
+def make_teacher_orders(
     config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
-    """Return the launch order of each teacher that has an engine of its own, by the teacher's name: its model, its
-    context length, and the settings of requests to it. ``tasks`` are the rows to train on, with prompts of the policy's
-    ``tokenizer``; ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
+    """Return the launch order of each teacher in ``config`` that has an engine of its own, by the teacher's name: its
+    model, its context length, and the settings of requests to it. ``tasks`` are the rows to train on, with prompts of
+    the policy's ``tokenizer``; ``max_context`` is the longest sample of the policy in tokens, which a teacher must be
+    able to read.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
-    :class:`~headrace.base.errors.ModelError` where a teacher has another vocabulary or too short a context, where a row
-    names no teacher, and where a teacher's prompt cannot be made.
+    :class:`~headrace.base.errors.ModelError` if a teacher has another vocabulary or too short a context, if a row names
+    no teacher, and if a teacher's prompt cannot be made.
     """
     served = config.learner.served_teachers
     if len(served) > 1:
         _refuse_unnamed(tasks, config.learner.teacher_column, sorted(served))
-    models = {name: teacher_model(teacher, config.model) for name, (teacher, _) in served.items()}
+    models = {name: resolve_teacher_model(teacher, config.model) for name, (teacher, _) in served.items()}
     sizes = [_vocabulary_size(model.path) for model in (config.model, *models.values())]
     num_entries = min(config.learner.top_k, *sizes) if served and "top_k" in config.algo.columns else 0
     orders: dict[str, TeacherOrder] = {}
     for name, (teacher, engine) in served.items():
         setting = f"learner.teachers {name!r}" if name else "learner.teachers[0]"
-        own_tasks = tasks if len(served) == 1 else [t for t in tasks if t.row[config.learner.teacher_column] == name]
-        prompts = _teacher_prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
+        own_tasks = tasks
+        if len(served) > 1:
+            own_tasks = [task for task in tasks if task.row[config.learner.teacher_column] == name]
+        prompts = _make_teacher_prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
         longest = max((len(prompts[task.row_index]) for task in own_tasks), default=0) if prompts else 0
         context = max(max_context, longest + config.engine.max_new_tokens if longest else 0)
         _refuse_model(config, teacher, models[name].path, setting, context)
@@ -69,7 +72,7 @@ def teacher_orders(
     return orders
 
 
-def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
+def resolve_teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     """Return the model that a teacher's engine loads. Without a path, this is the policy with its initial weights;
     otherwise the path is the directory of a model, or of an adapter on the policy's base. ``policy`` is the model that
     is trained."""
@@ -90,17 +93,18 @@ def _vocabulary_size(path: str) -> int:
 
 
 def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting: str, context: int) -> None:
-    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy, or cannot read
+    """Raise an error if the teacher's model in ``path`` has another vocabulary than the policy, or cannot read
     ``context`` tokens. ``setting`` names the teacher in the error. The policy's own model is not checked."""
     if teacher.path is None or path == config.model.path:
         return
     with errors_naming(f"{setting} path"):
         refuse_other_vocabulary(path, config.model.path, f"{setting} path")
-        most = context_length(path)
-    if most < context:
+        max_tokens = context_length(path)
+    if max_tokens < context:
         raise ConfigError(
-            f"{setting} path={path!r} was made for {most} tokens, and it may be asked about {context}",
-            remedy=f"choose a model for >= {context} tokens, set engine.max_context <= {most}, or shorten its prompt",
+            f"{setting} path={path!r} was made for {max_tokens} tokens, and it may be asked about {context}",
+            remedy=f"choose a model for >= {context} tokens, set engine.max_context <= {max_tokens}, or shorten its "
+            "prompt",
         )
 
 
@@ -118,11 +122,12 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
             )
 
 
-def _teacher_prompts(
+def _make_teacher_prompts(
     config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
-    """Return for each row the token ids of the prompt that the teacher reads in place of the row's prompt. The setting
-    ``engine.prompt`` is the template of this prompt. ``setting`` names the teacher in errors."""
+    """Return for each row of ``tasks`` the token ids, by ``tokenizer``, of the prompt that the teacher reads in place
+    of the row's prompt. The setting ``engine.prompt`` is the template of this prompt. ``setting`` names the teacher in
+    errors."""
     if config.env.remote:
         raise ConfigError(
             f"{setting} engine.prompt replaces the row's prompt, and with env.kind={config.env.kind!r} the "
@@ -131,14 +136,14 @@ def _teacher_prompts(
         )
     column = config.data.prompt_column
     rows = [{**task.row, column: _fill_prompt(engine.prompt, task, setting)} for task in tasks]
-    written = make_tasks(rows, column, tokenizer, source=f"{setting} engine.prompt")
-    return [np.asarray(task.prompt_ids_T) for task in written]
+    teacher_tasks = make_tasks(rows, column, tokenizer, source=f"{setting} engine.prompt")
+    return [np.asarray(task.prompt_ids_T) for task in teacher_tasks]
 
 
 def _fill_prompt(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
-    """Return the teacher's prompt for one row: ``template`` with its placeholders replaced. If the row's prompt is a
-    list of messages, the result is a copy of this list in which the text of the last message is replaced by the filled
-    template. ``setting`` names the teacher in errors."""
+    """Return the teacher's prompt for the row of ``task``: ``template`` with its placeholders replaced. If the row's
+    prompt is a list of messages, the result is a copy of this list in which the text of the last message is replaced by
+    the filled template. ``setting`` names the teacher in errors."""
     if isinstance(task.prompt, str):
         return _fill_template(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
@@ -152,8 +157,9 @@ def _fill_prompt(template: str, task: Task, setting: str) -> str | list[dict[str
 
 
 def _fill_template(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
-    """Return ``template`` with each column name in braces replaced by the row's value, and ``{prompt}`` by ``prompt``.
-    Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
+    """Return ``template`` with each column name in braces replaced by the value in ``row``, and ``{prompt}`` by
+    ``prompt``. Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks; the error names
+    ``setting`` and the number of ``task``."""
     try:
         return template.format_map({**row, "prompt": prompt})
     except KeyError as missing:
@@ -163,19 +169,19 @@ def _fill_template(template: str, row: Row, prompt: str, task: Task, setting: st
         ) from None
 
 
-def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
-    """Return the model that the engine of each agent with weights of its own loads, by the agent's name.
+def resolve_frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the model that the engine of each agent in ``config`` with weights of its own loads, by the agent's name.
 
-    Raises :class:`~headrace.base.errors.ModelError` where the path of an adapter contains no adapter.
+    Raises :class:`~headrace.base.errors.ModelError` if the path of an adapter contains no adapter.
     """
-    models = {agent.name: agent.model_of(config.model) for agent in config.env.agents}
+    models = {agent.name: agent.resolve_model(config.model) for agent in config.env.agents}
     return {name: model for name, model in models.items() if model is not None}
 
 
 def refuse_misfits(config: RunConfig, max_context: int) -> None:
-    """Raise an error where the model of a frozen agent has another vocabulary than the policy's model, or cannot read
-    ``max_context`` tokens; or where engines draft from prediction heads, and the model of the policy or of such an
-    agent has none that can be used.
+    """Raise an error if the model of a frozen agent has another vocabulary than the policy's model, or cannot read
+    ``max_context`` tokens; or if engines draft from prediction heads, and the model of the policy or of such an agent
+    has none that can be used.
 
     The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
     """
@@ -188,11 +194,11 @@ def refuse_misfits(config: RunConfig, max_context: int) -> None:
         setting = f"env.agents {agent.name!r} path"
         with errors_naming(setting):
             refuse_other_vocabulary(agent.path, config.model.path, setting)
-            most = context_length(agent.path)
+            max_tokens = context_length(agent.path)
             if drafts:
                 refuse_headless(agent.path)
-        if most < max_context:
+        if max_tokens < max_context:
             raise ConfigError(
-                f"{setting}={agent.path!r} was made for {most} tokens, and conversations may have {max_context}",
-                remedy=f"choose a model for >= {max_context} tokens, or set engine.max_context <= {most}",
+                f"{setting}={agent.path!r} was made for {max_tokens} tokens, and conversations may have {max_context}",
+                remedy=f"choose a model for >= {max_context} tokens, or set engine.max_context <= {max_tokens}",
             )

@@ -41,16 +41,16 @@ from headrace.rollout import Chat
 from headrace.rollout.environments import Curriculum
 from headrace.rollout.environments.bridges import find_bridge
 from headrace.rollout.environments.data import Row, RowOrder, as_rows, load_rows
-from headrace.rollout.environments.program import exposed_here, find_program, refuse_missing_script
+from headrace.rollout.environments.program import find_namespace_warnings, find_program, refuse_missing_script
 from headrace.rollout.environments.prompts import make_tasks
 from headrace.rollout.scoring.fit import refuse_missing_columns
 from headrace.rollout.scoring.function import FunctionReward
 from headrace.rollout.scoring.reward import reward_reference, split_reference
 from headrace.run.rules import refuse
 from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFacts, RowFacts
-from headrace.run.session.config import RunConfig, as_recorded, with_local_models
-from headrace.run.session.engine_fit import refuse_settled
-from headrace.run.session.own_engines import frozen_agents, refuse_misfits, teacher_orders
+from headrace.run.session.config import RunConfig, make_recorded_settings, with_local_models
+from headrace.run.session.engine_fit import refuse_unsupported
+from headrace.run.session.own_engines import make_teacher_orders, refuse_misfits, resolve_frozen_agents
 from headrace.sync.estimate import NUMBER_BYTES, refuse_short_deadline
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Inputs:
     reward: Callable[..., Any] | None = None
     """The reward, a function that is defined in a file; ``None``: the function that ``env.reward`` names."""
     thorough: bool = False
-    """True where checks may take seconds, as in a dry run. The model's architecture is then checked, and the file of a
+    """True if checks may take seconds, as in a dry run. The model's architecture is then checked, and the file of a
     reward may be imported, in a separate process, to find the parameters of a function whose source text does not show
     them. In a run the learner and the scoring workers make these checks when they start."""
     gpus: int | None = None
@@ -92,7 +92,7 @@ class Prepared:
     sampling: Sampling
     """The sampling parameters of training; the seed is replaced for every turn."""
     max_context: int
-    """The largest length of prompt and completion together, in tokens."""
+    """The maximum length of prompt and completion together, in tokens."""
     decode: Callable[[Sequence[int]], str]
     """The function from the token ids of a completion to the text that is scored."""
     chat: Chat
@@ -114,27 +114,27 @@ class Prepared:
         The hash does not cover the settings of launch, display and devices, and in the section ``[run]`` only the seed,
         so that a resumed run may, for example, have more steps or run on other devices.
         """
-        where: dict[str, set[str] | bool] = {
+        uncovered: dict[str, set[str] | bool] = {
             "launch": True,
             "engine": {"device", "cache_share", "count", "tensor", "pipeline", "server"},
             "learner": {"device"},
             "sync": {"options", "network_gb_s"},
         }
         run = RunSection.model_fields.keys() - {"seed"}
-        settings = as_recorded(self.config, exclude={"run": run, "observe": True, **where})
+        settings = make_recorded_settings(self.config, exclude={"run": run, "observe": True, **uncovered})
         digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8)
         for task in self.tasks:
             digest.update(task.prompt_ids_T.tobytes())
-            digest.update(_request_bytes(task))  # all columns of the row, including the expected answer
+            digest.update(_encode_request(task))  # all columns of the row, including the expected answer
         return digest.hexdigest()
 
 
 def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights: bool = True) -> Prepared:
-    """Load and check everything that a run with the settings ``config`` needs, and return it. No process of the run is
-    started.
+    """Load and check everything that a run with the settings ``config`` needs, and return it. ``inputs`` are the rows
+    and the reward that replace those of the settings. No process of the run is started.
 
-    Where ``training`` is false, as for an evaluation, only the held-out rows are needed. Where ``weights`` is false, as
-    in a dry run, the weights of hub models are not downloaded.
+    If ``training`` is false, as for an evaluation, only the held-out rows are needed. If ``weights`` is false, as in a
+    dry run, the weights of hub models are not downloaded.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
@@ -142,12 +142,12 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     with_references = _with_absolute_entry(_with_reward(config, inputs))
     _refuse_missing_modules(with_references)
     config = with_local_models(with_references, weights=False)
-    agents = frozen_agents(config)
+    agents = resolve_frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
     devices = _choose_devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
     refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
-    refuse_settled(config, [*agents, *teachers], devices)
+    refuse_unsupported(config, [*agents, *teachers], devices)
     verify_model(Path(config.model.path))
     if training and inputs.thorough:
         supported_config(config.model.path)
@@ -157,7 +157,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         _check_own_loss(config)
         _refuse_missing_models(config)
         _refuse_ranks(config)
-    rows, eval_rows = _needed_rows(config, inputs, training=training)
+    rows, eval_rows = _load_needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
     mixture = routes(read_config(config.model.path))
     refuse(MODEL, config, ModelFacts(config=config, chat_template=tokenizer.chat_template, routes=mixture))
@@ -168,54 +168,53 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     _refuse_unsendable([*tasks, *eval_tasks])
     refuse_missing_columns(config.env.components, [*tasks, *eval_tasks], thorough=inputs.thorough)
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
-    facts = _row_facts(config, tasks, eval_tasks)
+    facts = _make_row_facts(config, tasks, eval_tasks)
     refuse(ROWS, config, facts)
     refuse_misfits(config, facts.context)
     if weights:  # last, since it may take long: all other errors have been reported by now
         with_local_models(with_references)
     if training and config.sync.deadline_s is not None:
-        refuse_short_deadline(config.sync, _version_bytes(config), RealClock())
+        refuse_short_deadline(config.sync, _compute_version_bytes(config), RealClock())
     return Prepared(
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        sampling=_sampling_parameters(config, tokenizer, endings),
+        sampling=_make_sampling(config, tokenizer, endings),
         max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
-        chat=Chat.of(tokenizer, endings, config.env.tool_parser),
+        chat=Chat.create(tokenizer, endings, config.env.tool_parser),
         devices=devices,
         agents=agents,
-        teachers=teacher_orders(config, tasks, tokenizer, facts.context) if training else {},
-        isolation_warnings=_isolation_warnings(config),
+        teachers=make_teacher_orders(config, tasks, tokenizer, facts.context) if training else {},
+        isolation_warnings=_find_isolation_warnings(config),
     )
 
 
-def _row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]) -> RowFacts:
+def _make_row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]) -> RowFacts:
     """Return the facts for the rules about rows (:data:`~headrace.run.rules.start.ROWS`): settings, tasks, and the
     context limit and vocabulary size of the model."""
     path = config.model.path
-    known = read_config(path).vocab_size
-    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=find_context_limit(path), vocab_size=known)
+    vocab_size = read_config(path).vocab_size
+    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=find_context_limit(path), vocab_size=vocab_size)
 
 
-def _isolation_warnings(config: RunConfig) -> list[str]:
-    """Return warnings where episodes run programs on this machine that can read each other's data; else an empty
-    list."""
+def _find_isolation_warnings(config: RunConfig) -> list[str]:
+    """Return warnings if episodes run programs on this machine that can read each other's data; else an empty list."""
     env = config.env
-    return exposed_here(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
+    return find_namespace_warnings(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
 
-def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
+def _load_needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on and the held-out rows, from ``inputs`` or from the files of the settings. Without
     both, the rows are numbers, as many as ``data.count`` and ``data.eval_count``. Without ``training`` there are no
     rows to train on.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where needed rows are missing.
+    Raises :class:`~headrace.base.errors.ConfigError` if needed rows are missing.
     """
     count, eval_count = config.data.count or 0, config.data.eval_count or 0
-    rows = _rows_or_numbers(config.data.path, inputs.data, "data.path", range(count)) if training else []
+    rows = _load_rows_or_numbers(config.data.path, inputs.data, "data.path", range(count)) if training else []
     held_out = range(count, count + eval_count)
-    eval_rows = _rows_or_numbers(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
+    eval_rows = _load_rows_or_numbers(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
     if training and not rows:
         raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
     if not training and not eval_rows:
@@ -256,7 +255,7 @@ def _choose_devices(config: RunConfig, gpus: int, *, num_others: int, training: 
 
 
 def _check_own_loss(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where a custom loss, a function of the user, fails the contract
+    """Raise :class:`~headrace.base.errors.ConfigError` if a custom loss, a function of the user, fails the contract
     suite of losses. Other losses are not checked."""
     if not isinstance(config.algo.loss, Custom):
         return
@@ -271,8 +270,8 @@ def _check_own_loss(config: RunConfig) -> None:
 
 
 def _refuse_missing_models(config: RunConfig) -> None:
-    """Raise an error where the directory of another model or adapter that the learner reads (reference, teacher,
-    critic, initial adapter) does not exist, or where its files differ from their checksums."""
+    """Raise an error if the directory of another model or adapter that the learner reads (reference, teacher, critic,
+    initial adapter) does not exist, or if its files differ from their checksums."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -295,7 +294,7 @@ def _refuse_missing_models(config: RunConfig) -> None:
 
 
 def _refuse_ranks(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the model cannot be split over the ranks of
+    """Raise :class:`~headrace.base.errors.ConfigError` if the model cannot be split over the ranks of
     ``learner.parallel``."""
     parallel, model = config.learner.parallel, config.model
     parallel.refuse_settings(model)
@@ -304,9 +303,9 @@ def _refuse_ranks(config: RunConfig) -> None:
 
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Return the settings with an absolute path in ``env.reward``, the reference ``file.py:function`` of the reward. A
-    reward in ``inputs`` replaces this setting. Raises :class:`~headrace.base.errors.ConfigError` where a needed reward
-    is missing, and where both ``env.rewards`` and ``inputs`` have a reward."""
+    """Return ``config`` with an absolute path in ``env.reward``, the reference ``file.py:function`` of the reward. A
+    reward in ``inputs`` replaces this setting. Raises :class:`~headrace.base.errors.ConfigError` if a needed reward is
+    missing, and if both ``env.rewards`` and ``inputs`` have a reward."""
     env = config.env
     if env.rewards and inputs.reward is None:
         rewards = tuple(reward.check() for reward in env.rewards)
@@ -323,7 +322,7 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _with_absolute_entry(config: RunConfig) -> RunConfig:
-    """Return the settings with an absolute path in ``env.entry``, the reference of the environment, after a check that
+    """Return ``config`` with an absolute path in ``env.entry``, the reference of the environment, after a check that
     its file exists. For a program or a bridge, only check that it exists. An empty ``env.entry`` is kept."""
     if config.env.kind == "program":
         find_program(config.env.argv)
@@ -338,9 +337,8 @@ def _with_absolute_entry(config: RunConfig) -> RunConfig:
 
 
 def _refuse_missing_modules(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.HeadraceError` where a file of the user imports a module that this Python
-    does not have, or the script of a program does not exist. Workers on other machines make these checks
-    themselves."""
+    """Raise :class:`~headrace.base.errors.HeadraceError` if a file of the user imports a module that this Python does
+    not have, or the script of a program does not exist. Workers on other machines make these checks themselves."""
     env = config.env
     if config.launch.kind != "local":
         return
@@ -360,10 +358,10 @@ def _refuse_missing_modules(config: RunConfig) -> None:
         refuse_missing_imports(find_in_file(env.entry, "env.entry")[0], "env.entry")
 
 
-def _rows_or_numbers(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
+def _load_rows_or_numbers(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
     """Return the rows in ``given``, which a caller passed in Python, or the rows in the file ``path``. Without both,
     return one row ``{"number": n}`` for each of ``numbers``, for environments that generate their tasks. ``name`` is
-    the setting of the path, for the error where rows are both set and passed."""
+    the setting of the path, for the error if rows are both set and passed."""
     if given is not None:
         if path or numbers:
             instead = f"{name}={path!r}" if path else name.replace("path", "count") + f"={len(numbers)}"
@@ -372,12 +370,13 @@ def _rows_or_numbers(path: str, given: Rows | None, name: str, numbers: range) -
     return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
-def _sampling_parameters(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
-    """Return the sampling parameters of training. ``endings`` are the token ids that end an answer.
+def _make_sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
+    """Return the sampling parameters of training, from ``config``. ``tokenizer`` is the model's, for the check of a
+    structure; ``endings`` are the token ids that end an answer.
 
     The parameters tell the engine what to record for each token: the kept-sets (the vocabulary entries that survived
     top-k, top-p, min-p or a structure) and the experts of a mixture, with which the learner recomputes logprobs, and
-    entropies where they are used. Raises :class:`~headrace.base.errors.ConfigError` for a structure that this tokenizer
+    entropies if they are used. Raises :class:`~headrace.base.errors.ConfigError` for a structure that this tokenizer
     cannot express.
     """
     engine = config.engine
@@ -410,7 +409,7 @@ _CODEC = MessageCodec(ScoreCompletions)
 """The encoding of requests to the scoring workers."""
 
 
-def _request_bytes(task: Task) -> bytes:
+def _encode_request(task: Task) -> bytes:
     """Return the row and the prompt of a task, encoded as a request to a scoring worker without completions. The bytes
     are hashed, and decoded to check that the row can be sent."""
     return _CODEC.encode(ScoreCompletions(call=0, prompt=task.prompt, completions=(), row=task.row))
@@ -421,7 +420,7 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
     decoded again. Without this check the run would end when the row is first scored."""
     for task in tasks:
         try:
-            _CODEC.decode(_request_bytes(task))
+            _CODEC.decode(_encode_request(task))
         except ENCODING_ERRORS as error:
             raise DataError(
                 f"row {task.row_index + 1} cannot be handed to the reward function: {error}",
@@ -430,9 +429,10 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
 
 
 def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
-    """Return the order for the launcher: the processes to start, with their settings and data. ``run_dir`` is the
-    directory of the run; ``snapshot`` is the directory of the weights and the optimizer state from which a resumed run
-    continues, ``None`` for a new run; ``observers`` receive the spans and events of the processes."""
+    """Return the order for the launcher: the processes to start, with their settings and data from ``prepared``.
+    ``run_dir`` is the directory of the run; ``snapshot`` is the directory of the weights and the optimizer state from
+    which a resumed run continues, ``None`` for a new run; ``observers`` receive the spans and events of the
+    processes."""
     config = prepared.config
     return LaunchOrder(
         model=config.model,
@@ -445,7 +445,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         teachers=prepared.teachers,
         sync=config.sync,
         columns=config.flow.columns,
-        version_bytes=_version_bytes(config),
+        version_bytes=_compute_version_bytes(config),
         launch=config.launch,
         devices=prepared.devices,
         tasks=prepared.tasks,
@@ -465,9 +465,9 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
     )
 
 
-def _version_bytes(config: RunConfig) -> int:
+def _compute_version_bytes(config: RunConfig) -> int:
     """Return the size in bytes of one version of the weights in the number format in which it is sent to the engines; 0
-    where only adapters are trained, which are small."""
+    if only adapters are trained, which are small."""
     if config.model.lora is not None:
         return 0
     bytes_per_number = {"float32": 4, "bfloat16": 2}[config.model.dtype]
@@ -475,16 +475,17 @@ def _version_bytes(config: RunConfig) -> int:
     return num_weight_bytes(model_directory(config.model.path), sent)
 
 
-def row_order(config: RunConfig, num_rows: int) -> RowOrder:
-    """Return a function from the number of a group, from 0, to the index of its row among ``num_rows``, or to ``None``
-    after the last epoch. A run without a curriculum uses it to choose rows."""
+def make_row_order(config: RunConfig, num_rows: int) -> RowOrder:
+    """Return the order of rows for a run without a curriculum: a function from the number of a group, from 0, to the
+    index of its row among ``num_rows``, or to ``None`` after the last epoch. ``config`` has the seed and the number of
+    epochs."""
     data = config.data
     return RowOrder(num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
 
 
-def curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
-    """Return the curriculum that ``data.curriculum`` configures, which chooses the row of each group; ``None`` where it
-    is not set. ``num_rows`` is the number of rows to train on."""
+def make_curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
+    """Return the curriculum that ``data.curriculum`` configures, which chooses the row of each group; ``None`` if it is
+    not set. ``num_rows`` is the number of rows to train on."""
     data = config.data
     if data.curriculum is None:
         return None

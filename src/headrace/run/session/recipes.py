@@ -84,8 +84,8 @@ def read_recipes(package: str) -> dict[str, Recipe]:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """Return all recipes by name, the default first. A collection that cannot be loaded is left out, with a warning
-    that names its package."""
+    """Return all recipes by name, the default first. A collection that cannot be loaded is skipped, with a warning that
+    names its package."""
     by_name: dict[str, Recipe] = {}
     for collection in COLLECTIONS:
         try:

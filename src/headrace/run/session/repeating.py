@@ -26,7 +26,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.outline import groups_in_words
 from headrace.control import ControlSettings, Summary
 from headrace.control.controller import ENGINES, RECOVERY
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, Operation
 from headrace.flow.ledger.opening import open_ledger
@@ -36,7 +36,7 @@ from headrace.launch.order import Facts, LaunchOrder
 from headrace.launch.starts import RecordedEngine
 from headrace.rollout.environments.agents import TrainedAgent
 from headrace.rollout.runner import episode_seed
-from headrace.run.session.config import RunConfig, as_recorded, load_config
+from headrace.run.session.config import RunConfig, load_config, make_recorded_settings
 from headrace.run.session.directory import FACTS_FILE, read_sealed, read_settings
 from headrace.run.session.prepare import Prepared
 
@@ -58,10 +58,10 @@ ENGINE_SHARE_OF_TIMEOUT = 0.8
 report would say less, reports a stall only after the whole timeout."""
 
 
-def recorded_settings(run_dir: Path) -> dict[str, Any]:
+def read_settings_to_replay(run_dir: Path) -> dict[str, Any]:
     """Return the settings of the run in ``run_dir`` with an empty ``run.dir``, for a run in another directory.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run.
+    Raises :class:`~headrace.base.errors.ConfigError` if the directory has no run.
     """
     tree = read_settings(run_dir)
     tree["run"] = {**tree["run"], "dir": ""}
@@ -88,19 +88,19 @@ class ReplayRecording:
     rows: tuple[int, ...]
     """The dataset row of each group, by group number."""
     handled: tuple[RecordedInput, ...]
-    """The messages that the engine received, in order, each with the engine's step."""
+    """The messages that the engine received, in order, each with the step before which the engine handled it."""
 
     @classmethod
     def open(cls, run_dir: Path) -> ReplayRecording:
         """Open the record of the run in ``run_dir`` for reading.
 
-        Raises :class:`~headrace.base.errors.ConfigError` with the reason where the run cannot be repeated.
+        Raises :class:`~headrace.base.errors.ConfigError` with the reason if the run cannot be repeated.
         """
-        config = load_config(recorded_settings(run_dir))
+        config = load_config(read_settings_to_replay(run_dir))
         try:
             ledger = open_ledger(run_dir)
         except LedgerError as error:
-            raise _refusal(run_dir, f"it has no ledger ({error.problem})") from None
+            raise _make_refusal(run_dir, f"it has no ledger ({error.problem})") from None
         try:
             return cls._read(run_dir, config, ledger)
         except BaseException:
@@ -114,38 +114,42 @@ class ReplayRecording:
         depended on a clock or a crash, which cannot be repeated."""
         num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if num_lives > 1:
-            raise _refusal(
+            raise _make_refusal(
                 run_dir,
                 f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded",
             )
         recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if recoveries:
-            raise _refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
+            raise _make_refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
         changes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
         if changes:
-            raise _refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
+            raise _make_refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
         _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
-            raise _refusal(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
+            raise _make_refusal(
+                run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded"
+            )
         if not config.engine.can.seeds:
-            raise _refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
+            raise _make_refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
-            raise _refusal(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+            raise _make_refusal(
+                run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded"
+            )
         _refuse_accidents(run_dir, ledger)
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
-            raise _refusal(
+            raise _make_refusal(
                 run_dir, f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
             )
         steps = ledger.steps()
         if not steps or sorted(steps) != list(range(len(steps))):
-            raise _refusal(
+            raise _make_refusal(
                 run_dir, f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
             )
         handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
         missing = checksums.keys() - {each.version for each in handled}
         if missing:
-            raise _refusal(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
+            raise _make_refusal(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
         return cls(
             run_dir=run_dir,
             config=config,
@@ -157,26 +161,26 @@ class ReplayRecording:
             handled=handled,
         )
 
-    def refuse_other(self, prepared: Prepared) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared``, the replay,
-        differ from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
-        mine, theirs = _flatten(prepared.config), _flatten(self.config)
-        for key in sorted(mine.keys() | theirs.keys()):
-            changeable = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
-            if not changeable and mine.get(key) != theirs.get(key):
+    def refuse_changed(self, prepared: Prepared) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings or rows of ``prepared``, the replay, differ
+        from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
+        settings, recorded = _flatten(prepared.config), _flatten(self.config)
+        for key in sorted(settings.keys() | recorded.keys()):
+            changeable = any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
+            if not changeable and settings.get(key) != recorded.get(key):
                 raise ConfigError(
-                    f"{key}={mine.get(key)!r}, and the run in {self.run_dir} has {theirs.get(key)!r}: it would be "
-                    "another run",
+                    f"{key}={settings.get(key)!r}, and the run in {self.run_dir} has {recorded.get(key)!r}: it would "
+                    "be another run",
                     remedy=f"leave {key} out; a replay may change only {', '.join(CHANGEABLE)}",
                 )
-        before = starting_point(self.run_dir).fingerprint
-        if before not in ("", replace(prepared, config=self.config).fingerprint()):
-            raise _refusal(self.run_dir, "its rows have changed, or the program that made it knew other settings")
+        fingerprint = find_starting_point(self.run_dir).fingerprint
+        if fingerprint not in ("", replace(prepared, config=self.config).fingerprint()):
+            raise _make_refusal(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
-    def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
+    def adapt_order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
         """Return a copy of ``order``, the launch order of the replay, with the recorded numbers of threads and cache
-        blocks, without restarts and effective time limits, and with an engine that follows the recorded messages. After
-        a fraction of ``stall_timeout_s`` seconds the engine reports a message that has not arrived."""
+        blocks, without restarts, with practically unlimited times, and with an engine that follows the recorded
+        messages. After a fraction of ``stall_timeout_s`` seconds the engine reports a message that has not arrived."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
         launch = {
@@ -202,7 +206,7 @@ class ReplayRecording:
             ),
         )
 
-    def settings(self, settings: ControlSettings) -> ControlSettings:
+    def adapt_settings(self, settings: ControlSettings) -> ControlSettings:
         """Return a copy of ``settings``, the controller's settings, for the replay: with the recorded number of steps,
         the recorded row of each group, and a flow policy that trains the recorded groups in each step."""
         policy = settings.flow.policy
@@ -224,44 +228,44 @@ class ReplayRecording:
         """Return for each group, by number, the policy version before which the replay does not start the group. This
         is the version that the engine had committed when the first request of the group, or of a later group, arrived;
         without such a request, a version that the run never reaches."""
-        size, seed = self.config.flow.group_size, self.config.run.seed
+        size, run_seed = self.config.flow.group_size, self.config.run.seed
         groups = {
-            episode_seed(seed, EpisodeKey(number, place)): number
+            episode_seed(run_seed, EpisodeKey(number, place)): number
             for number in range(len(self.rows))
             for place in range(size)
         }
         never = max(self.checksums, default=0) + len(self.steps) + 1
         starts = [never] * len(self.rows)
         version = 0
-        for each in self.handled:
-            if each.kind is EngineInput.COMMIT and each.version is not None:
-                version = each.version
-            elif each.kind is EngineInput.GENERATE:
-                for number in {groups[one] for one in each.seeds if one in groups}:
+        for message in self.handled:
+            if message.kind is EngineInput.COMMIT and message.version is not None:
+                version = message.version
+            elif message.kind is EngineInput.GENERATE:
+                for number in {groups[seed] for seed in message.seeds if seed in groups}:
                     starts[number] = min(starts[number], version)
         for number in reversed(range(len(starts) - 1)):
             starts[number] = min(starts[number], starts[number + 1])
         return tuple(starts)
 
     def refuse_machine(self, facts: Facts) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where a part of the replay (engine or learner) reports in
+        """Raise :class:`~headrace.base.errors.ConfigError` if a part of the replay (engine or learner) reports in
         ``facts`` another value than in the recorded run, such as another version of torch, since results could then
         differ."""
-        for role, known in self.facts.items():
+        for role, recorded in self.facts.items():
             for name, value in facts[role].items():
-                if name not in UNCOMPARED_FACTS and known.get(name) != value:
-                    raise _refusal(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
+                if name not in UNCOMPARED_FACTS and recorded.get(name) != value:
+                    raise _make_refusal(
+                        self.run_dir, f"its {role} had {name}={recorded.get(name)!r}, and has {value!r} here"
+                    )
 
 
 @contextmanager
-def opened_recording(
-    replay: str | Path, prepared: Prepared, *, resume: bool = False
-) -> Iterator[ReplayRecording | None]:
+def open_recording(replay: str | Path, prepared: Prepared, *, resume: bool = False) -> Iterator[ReplayRecording | None]:
     """Open the record of the run in the directory ``replay``, which the run ``prepared`` will repeat, for the duration
-    of the context, and yield it. Yield ``None`` where ``replay`` is empty, which means that the run is not a replay.
+    of the context, and yield it. Yield ``None`` if ``replay`` is empty, which means that the run is not a replay.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the recorded run cannot be repeated, where ``prepared`` has
-    other settings or rows, and where ``resume`` is true, since a replay cannot be resumed.
+    Raises :class:`~headrace.base.errors.ConfigError` if the recorded run cannot be repeated, if ``prepared`` has other
+    settings or rows, and if ``resume`` is true, since a replay cannot be resumed.
     """
     if not replay:
         yield None
@@ -275,7 +279,7 @@ def opened_recording(
         )
     recording = ReplayRecording.open(Path(replay))
     try:
-        recording.refuse_other(prepared)
+        recording.refuse_changed(prepared)
         yield recording
     finally:
         recording.ledger.close()
@@ -293,8 +297,8 @@ class ReplayComparison:
         self._writer = writer
         self._recording = recording
         self._expected: dict[int, dict[int, EpisodeGraph]] = {}
-        """The recorded episodes that are not compared yet, by group and by place in the group. A group is read from the
-        ledger when its first episode has ended."""
+        """The recorded episodes that are not compared yet, by the number of the group and by the index in the group. A
+        group is read from the ledger when its first episode has ended."""
         self._unconfirmed = dict(recording.checksums)
         """The recorded hashes of the versions that the replay has not committed yet."""
 
@@ -323,7 +327,7 @@ class ReplayComparison:
         """Return a copy of ``summary``, the summary of the ended replay, with the number of versions whose weights
         agree, which is the number of recorded versions.
 
-        Raises :class:`~headrace.base.errors.ReplayDiffers` where the replay ended before the last recorded version.
+        Raises :class:`~headrace.base.errors.ReplayDiffers` if the replay ended before the last recorded version.
         """
         if self._unconfirmed:
             raise ReplayDiffers(
@@ -341,10 +345,10 @@ class ReplayComparison:
         if expected is None:
             return
         if expected != commit.checksum:
-            why = "what trained it is the same to the bit" if commit.version else "nothing was trained yet"
+            explanation = "what trained it is the same to the bit" if commit.version else "nothing was trained yet"
             raise ReplayDiffers(
                 f"{self._agreement_in_words()}; version {commit.version} has other weights than in "
-                f"{self._recording.run_dir}: their hash is {commit.checksum}, and was {expected}; {why}",
+                f"{self._recording.run_dir}: their hash is {commit.checksum}, and was {expected}; {explanation}",
                 remedy="use the same software and model directory; headrace ledger RUN --replay trains the recorded "
                 "batches alone",
             )
@@ -355,20 +359,20 @@ class ReplayComparison:
         total = len(self._recording.checksums)
         return f"{total - len(self._unconfirmed)} of {total} versions agree"
 
-    def _compare_episode(self, now: EpisodeGraph) -> None:
-        """Compare the ended episode ``now`` with the recorded episode of the same key, and raise
+    def _compare_episode(self, replayed: EpisodeGraph) -> None:
+        """Compare the ended episode ``replayed`` with the recorded episode of the same key, and raise
         :class:`~headrace.base.errors.ReplayDiffers` if they differ. An episode that did not end in the recorded run, or
         that was withdrawn, is not compared."""
-        number, place = now.key.group, now.key.place
+        number, place = replayed.key.group, replayed.key.place
         if number not in self._expected:
             self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
-        then = self._expected[number].pop(place, None)
+        recorded = self._expected[number].pop(place, None)
         if not self._expected[number]:
             del self._expected[number]
         # a withdrawn episode ends at a token that depends on the time of the withdrawal
-        if then is None or now.status is EpisodeStatus.LEFT_OUT:
+        if recorded is None or replayed.status is EpisodeStatus.LEFT_OUT:
             return
-        problem = difference(now, then)
+        problem = describe_difference(replayed, recorded)
         if problem:
             raise ReplayDiffers(
                 f"group {number} episode {place}: {problem} in {self._recording.run_dir}",
@@ -378,94 +382,97 @@ class ReplayComparison:
             )
 
 
-def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
-    """Return the first difference between an episode of the replay, ``now``, and the recorded episode, ``then``, in
-    words that end with the recorded value (``its reward is 1.0, and was 0.0``); an empty string if the episodes are
+def describe_difference(replayed: EpisodeGraph, recorded: EpisodeGraph) -> str:
+    """Return the first difference between an episode ``replayed`` and the same episode ``recorded`` in the first run,
+    in words that end with the recorded value (``its reward is 1.0, and was 0.0``); an empty string if the episodes are
     equal bit for bit."""
-    if len(now.turns) != len(then.turns):
-        return f"it has {len(now.turns)} turns, and {len(then.turns)}"
-    for index, (turn, other) in enumerate(zip(now.turns, then.turns, strict=True)):
-        problem = _turns_differ(turn, other)
+    if len(replayed.turns) != len(recorded.turns):
+        return f"it has {len(replayed.turns)} turns, and {len(recorded.turns)}"
+    for index, (turn, recorded_turn) in enumerate(zip(replayed.turns, recorded.turns, strict=True)):
+        problem = _describe_turn_difference(turn, recorded_turn)
         if problem:
             return f"turn {index}, {problem}"
-    failed = EpisodeStatus.FAILED
-    if (now.status is failed) != (then.status is failed):
-        return f"it is {now.status} ({now.cause or 'no cause'}), and was {then.status} ({then.cause or 'no cause'})"
-    if now.reward != then.reward:
-        return f"its reward is {now.reward!r}, and was {then.reward!r}"
+    if (replayed.status is EpisodeStatus.FAILED) != (recorded.status is EpisodeStatus.FAILED):
+        return (
+            f"it is {replayed.status} ({replayed.cause or 'no cause'}), "
+            f"and was {recorded.status} ({recorded.cause or 'no cause'})"
+        )
+    if replayed.reward != recorded.reward:
+        return f"its reward is {replayed.reward!r}, and was {recorded.reward!r}"
     return ""
 
 
-def _turns_differ(now: Turn, then: Turn) -> str:
-    """Return in words the first difference between the tokens, versions and logprobs of a turn in the replay, ``now``,
-    and in the recorded run, ``then``; an empty string if they are equal bit for bit."""
-    length, other = len(now.tokens), len(then.tokens)
-    common_length = min(length, other)
-    for name, mine, theirs in (
-        ("is token", now.tokens.ids_T, then.tokens.ids_T),
-        ("is of version", now.tokens.versions_T, then.tokens.versions_T),
-        ("has the logprob", now.tokens.logprobs_T, then.tokens.logprobs_T),
+def _describe_turn_difference(replayed: Turn, recorded: Turn) -> str:
+    """Return in words the first difference between the tokens, versions and logprobs of a turn ``replayed`` and of the
+    same turn ``recorded`` in the first run; an empty string if they are equal bit for bit."""
+    length, recorded_length = len(replayed.tokens), len(recorded.tokens)
+    common_length = min(length, recorded_length)
+    for words, values, recorded_values in (
+        ("is token", replayed.tokens.ids_T, recorded.tokens.ids_T),
+        ("is of version", replayed.tokens.versions_T, recorded.tokens.versions_T),
+        ("has the logprob", replayed.tokens.logprobs_T, recorded.tokens.logprobs_T),
     ):
         # compared as integers: bits must be equal, and a NaN is equal to itself
-        differing = np.flatnonzero(mine[:common_length].view(np.int32) != theirs[:common_length].view(np.int32))
+        bits, recorded_bits = (column[:common_length].view(np.int32) for column in (values, recorded_values))
+        differing = np.flatnonzero(bits != recorded_bits)
         if len(differing):
-            at = int(differing[0])
-            return f"position {at} {name} {mine[at]!s}, and {theirs[at]!s}"
-    return "" if length == other else f"it has {length} tokens, and {other}"
+            index = int(differing[0])
+            return f"position {index} {words} {values[index]!s}, and {recorded_values[index]!s}"
+    return "" if length == recorded_length else f"it has {length} tokens, and {recorded_length}"
 
 
 def _flatten(config: RunConfig) -> dict[str, Any]:
     """Return every setting of ``config``, in its recorded form, by its dotted name such as ``flow.max_age``."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
 
     def walk(prefix: str, tree: dict[str, Any]) -> None:
-        """Add the values of the nested dictionary ``tree`` to ``found``, with ``prefix`` put before their names."""
+        """Add the values of the nested dictionary ``tree`` to ``flat``, with ``prefix`` put before their names."""
         for key, value in tree.items():
             if isinstance(value, dict) and value:
                 walk(f"{prefix}{key}.", value)
             else:
-                found[f"{prefix}{key}"] = value
+                flat[f"{prefix}{key}"] = value
 
-    walk("", as_recorded(config))
-    return found
+    walk("", make_recorded_settings(config))
+    return flat
 
 
 def _refuse_accidents(run_dir: Path, ledger: Ledger) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if episodes of the run were ended by a clock or a crash, or if
-    groups carried no loss because their columns could not be read. A replay would repeat neither."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if episodes of the run in ``run_dir`` were ended by a clock or a
+    crash, by its ``ledger``, or if groups carried no loss because their columns could not be read. A replay would
+    repeat neither."""
     conservation = ledger.conservation()
     by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
     if by_clock:
-        raise _refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+        raise _make_refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
     lost = ledger.lost()
     if lost:
         step = min(lost)
         groups = lost[step]  # empty if an older version of Headrace has not recorded them
         names = groups_in_words([each.number for each in groups]) if groups else "groups"
-        why = groups[0].why if groups else "their numbers are not recorded"
-        raise _refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {why}")
+        reason = groups[0].why if groups else "their numbers are not recorded"
+        raise _make_refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {reason}")
 
 
 def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the run used processes whose messages are not recorded: the
-    engines of frozen agents and of teachers, and rollout shards."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the run in ``run_dir`` with the settings ``config`` used
+    processes whose messages are not recorded: the engines of frozen agents and of teachers, and rollout shards."""
     frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
     if frozen:
-        raise _refusal(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        raise _make_refusal(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
     if config.learner.served_teachers:
-        raise _refusal(run_dir, "a teacher has an engine of its own, which is not recorded")
+        raise _make_refusal(run_dir, "a teacher has an engine of its own, which is not recorded")
     if config.launch.rollouts:
-        raise _refusal(
+        raise _make_refusal(
             run_dir,
             f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
             "processes is not recorded",
         )
 
 
-def _refusal(run_dir: Path, why: str) -> ConfigError:
-    """Return the error to raise where the run in ``run_dir`` cannot be repeated. ``why`` is the reason, as the end of a
-    sentence."""
+def _make_refusal(run_dir: Path, reason: str) -> ConfigError:
+    """Return the error to raise if the run in ``run_dir`` cannot be repeated. ``reason`` is the end of a sentence."""
     return ConfigError(
-        f"the run in {run_dir} cannot be replayed: {why}",
+        f"the run in {run_dir} cannot be replayed: {reason}",
         remedy="replay another run; headrace ledger RUN --replay trains the batches of any",
     )

@@ -52,7 +52,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_difference(self) -> int | None:
-        """The first version whose weights differ; ``None`` where all versions agree."""
+        """The first version whose weights differ; ``None`` if all versions agree."""
         return min(self.differ, default=None)
 
 
@@ -60,8 +60,8 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     """Train a fresh learner on every batch in ``ledger``, from the first step on, and compare the hash of its weights
     after each step with the hash of the committed version.
 
-    ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` where
-    the learner of the run in ``run_dir`` has several ranks, and the errors of :class:`RecordedBatches`.
+    ``on_progress`` is called with a line about each version. Raises :class:`~headrace.base.errors.ConfigError` if the
+    learner of the run in ``run_dir`` has several ranks, and the errors of :class:`RecordedBatches`.
     """
     config = with_local_models(_load_settings(run_dir))
     batches, recorded = RecordedBatches(config, ledger, run_dir / COLUMNS), ledger.checksums()
@@ -79,7 +79,7 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     differ: list[int] = []
     with (
         tempfile.TemporaryDirectory(prefix="headrace-replay-") as scratch,
-        closing(make_publisher(_route(config, Path(scratch)), weight_tensors(model))) as publisher,
+        closing(make_publisher(_make_route(config, Path(scratch)), weight_tensors(model))) as publisher,
     ):
         for version in range(batches.num_steps + 1):
             if version:
@@ -93,15 +93,15 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     return Replay(steps=batches.num_steps, agree=agree, differ=differ)
 
 
-def _route(config: RunConfig, scratch: Path) -> Route:
+def _make_route(config: RunConfig, scratch: Path) -> Route:
     """Return the settings with which the fresh learner publishes its weights: into files in the directory ``scratch``,
-    with the run's codec, since the recorded hashes are computed from encoded weights."""
+    with the codec in ``config``, since the recorded hashes are computed from encoded weights."""
     return Route(codec=config.sync.codec, address=str(scratch / "weights"))
 
 
 def _load_settings(run_dir: Path) -> RunConfig:
-    """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` where its
-    learner has several ranks."""
+    """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` if its learner
+    has several ranks."""
     config = load_config(read_settings(run_dir))
     if config.learner.parallel.world > 1:
         raise ConfigError(
@@ -114,8 +114,8 @@ def _load_settings(run_dir: Path) -> RunConfig:
 class RecordedBatches:
     """The batches that a run has trained, assembled again from its ledger and from the columns in its store.
 
-    Raises :class:`~headrace.base.errors.LedgerError` where steps are missing, and where groups carried no loss because
-    their columns could not be read, but are not recorded, as by older versions of Headrace.
+    Raises :class:`~headrace.base.errors.LedgerError` if steps are missing, and if groups carried no loss because their
+    columns could not be read, but are not recorded, as by older versions of Headrace.
     """
 
     def __init__(self, config: RunConfig, ledger: Ledger, directory: Path) -> None:
@@ -124,6 +124,8 @@ class RecordedBatches:
         self._ledger = ledger
         self._directory = directory
         self._steps, self._lost = ledger.steps(), ledger.lost()
+        """The numbers of the groups in the batch of each step; and by step, the groups that carried no loss because
+        their columns could not be read."""
         if sorted(self._steps) != list(range(len(self._steps))):
             raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
         unrecorded = [step for step, groups in self._lost.items() if not groups]
@@ -147,8 +149,8 @@ class RecordedBatches:
         if lost:
             names = groups_in_words([each.number for each in lost])
             on_progress(f"step {step}: {names} carried no loss in the run, nor here: {lost[0].why}")
-        left_out = {each.number for each in lost if each.left_out}
-        laid_out = lay_out(self._outline(step), lambda group: None if group.number in left_out else inline(group))
+        omitted = {each.number for each in lost if each.left_out}
+        laid_out = lay_out(self._make_outline(step), lambda group: None if group.number in omitted else inline(group))
         complete, unreadable = read_batch(laid_out.batch, StoreReader(self._directory))
         lost_numbers = {each.number for each in lost}
         masked = [index for index, number in enumerate(laid_out.groups) if number in lost_numbers]
@@ -162,7 +164,7 @@ class RecordedBatches:
             )
         return remove_groups(complete, masked)[0] if masked else complete
 
-    def _outline(self, step: int) -> BatchOutline:
+    def _make_outline(self, step: int) -> BatchOutline:
         """Return the outline of the batch of ``step``. The credit is computed again, from all groups of the step;
         tokens that were too old carry no loss, as in the run."""
         config, flow = self._config, self._config.flow

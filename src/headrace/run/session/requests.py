@@ -31,24 +31,24 @@ from headrace.launch.order import EngineChanges
 SOCKET = "requests"
 """The name of the socket in the private directory of a run."""
 MAX_LINE_BYTES = 1 << 20
-"""Greatest size of a line, in bytes. An answer contains the status of every engine."""
+"""The maximum size of a line, in bytes. An answer contains the status of every engine."""
 REQUEST_S = 10.0
-"""Longest time to wait for the request of a program that has connected, in seconds."""
+"""The maximum time to wait for the request of a program that has connected, in seconds."""
 
 
 @asynccontextmanager
-async def answering_requests(directory: Path, engines: EngineChanges) -> AsyncIterator[str]:
-    """Answer the requests that arrive at a socket in ``directory`` while the body runs. Yield the path of the socket,
-    which is empty if no socket can be created there. At the end of the body, changes that are not complete are
-    cancelled."""
-    async with asyncio.TaskGroup() as changes:
-        visits: set[asyncio.Task[None]] = set()
+async def serve_requests(directory: Path, engines: EngineChanges) -> AsyncIterator[str]:
+    """Answer the requests that arrive at a socket in ``directory`` while the body runs; they change ``engines``. Yield
+    the path of the socket, which is empty if no socket can be created there. At the end of the body, changes that are
+    not complete are cancelled."""
+    async with asyncio.TaskGroup() as group:
+        connections: set[asyncio.Task[None]] = set()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             """Serve a program that has connected, in a new task."""
-            visit = changes.create_task(_serve(reader, writer, engines))
-            visits.add(visit)
-            visit.add_done_callback(visits.discard)
+            connection = group.create_task(_serve(reader, writer, engines))
+            connections.add(connection)
+            connection.add_done_callback(connections.discard)
 
         path = directory / SOCKET
         server = None
@@ -59,12 +59,12 @@ async def answering_requests(directory: Path, engines: EngineChanges) -> AsyncIt
         finally:
             if server is not None:
                 server.close()
-            for visit in visits:
-                visit.cancel()
+            for connection in connections:
+                connection.cancel()
 
 
 async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, engines: EngineChanges) -> None:
-    """Receive the request of one program, execute it, and answer."""
+    """Receive the request of one program from ``reader``, execute it on ``engines``, and answer with ``writer``."""
     send = partial(_send, writer)
     try:
         async with asyncio.timeout(REQUEST_S):
@@ -85,10 +85,10 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, eng
 async def _answer(
     request: ProgramRequest, engines: EngineChanges, send: Callable[[ProgramAnswer], None]
 ) -> ProgramAnswer:
-    """Execute ``request``, and return the last answer. Every error is an answer: a change that fails does not end the
-    run."""
+    """Execute ``request`` on ``engines``, and return the last answer; ``send`` sends those before it. Every error is an
+    answer: a change that fails does not end the run."""
     try:
-        return await _carried_out(request, engines, send)
+        return await _execute(request, engines, send)
     except HeadraceError as error:
         return ChangeRefused(problem=error.problem, remedy=error.remedy)
     except Exception as error:  # noqa: BLE001 - the boundary of a request
@@ -96,12 +96,13 @@ async def _answer(
         return ChangeRefused(problem=problem, remedy="look at the engines (headrace engines RUN); the run goes on")
 
 
-async def _carried_out(
+async def _execute(
     request: ProgramRequest, engines: EngineChanges, send: Callable[[ProgramAnswer], None]
 ) -> ChangeDone:
-    """Execute ``request``, send messages about its progress with ``send``, and return the last answer."""
+    """Execute ``request`` on ``engines``, send messages about its progress with ``send``, and return the last
+    answer."""
 
-    def tell(text: str) -> None:
+    def report(text: str) -> None:
         """Send a message about the progress of the change."""
         send(ChangeProgress(text=text))
 
@@ -110,18 +111,18 @@ async def _carried_out(
         case AddEngines(count=count):
             if count < 1:
                 raise ConfigError(f"{count} engines cannot be added", remedy="add 1 or more")
-            changed = await engines.add(count, tell)
+            changed = await engines.add(count, report)
         case RemoveEngines(name=name, count=count, drain_s=drain_s):
             if count < 1 or drain_s < 0:
                 raise ConfigError(
                     f"{count} engines cannot be removed, with {drain_s:g} s for their sequences",
                     remedy="remove 1 or more, with 0 s or more",
                 )
-            changed = await engines.remove(name, count, drain_s, tell)
+            changed = await engines.remove(name, count, drain_s, report)
     return ChangeDone(changed=changed, engines=engines.status())
 
 
 def _send(writer: asyncio.StreamWriter, answer: ProgramAnswer) -> None:
-    """Send one answer. The answer is dropped if the program has ended."""
+    """Send ``answer`` with ``writer``. The answer is dropped if the program has ended."""
     with suppress(OSError):
         writer.write(msgspec.json.encode(answer) + b"\n")

@@ -1,8 +1,8 @@
 """Functions that run a coroutine from a plain function, with Ctrl-C passed on to it, and that find the cause in an
 exception group.
 
-``train`` and ``evaluate`` are plain functions whose work is a coroutine. Where an event loop is running already, as in
-a notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
+``train`` and ``evaluate`` are plain functions whose work is a coroutine. If an event loop is running already, as in a
+notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
 """
 
 from __future__ import annotations
@@ -40,22 +40,24 @@ class Interrupts:
         self.handler: Callable[[], None] | None = None
         """The function that handles an interrupt in the loop's thread; ``None``: an interrupt cancels the task."""
         self._loop: asyncio.AbstractEventLoop | None = None
+        """The event loop of the coroutine; ``None`` before :meth:`run`."""
         self._task: asyncio.Task[Any] | None = None
+        """The task of the coroutine; ``None`` before :meth:`run`."""
 
     async def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine ``main`` in the running event loop, and return its result. While it runs,
-        :meth:`pass_on` interrupts it."""
+        """Run the coroutine ``main`` in the running event loop, and return its result. While it runs, :meth:`interrupt`
+        interrupts it."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         return await main
 
-    def pass_on(self) -> None:
+    def interrupt(self) -> None:
         """Interrupt the coroutine, because Ctrl-C was pressed. The main thread calls this method, which does nothing
         before the coroutine runs, or after its end."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
-                self._loop.call_soon_threadsafe(self._interrupt)
+                self._loop.call_soon_threadsafe(self._handle_interrupt)
 
-    def _interrupt(self) -> None:
+    def _handle_interrupt(self) -> None:
         """Handle an interrupt in the thread of the event loop: call the handler if there is one, otherwise cancel the
         coroutine's task."""
         if self.handler is not None:
@@ -64,25 +66,25 @@ class Interrupts:
             self._task.cancel()
 
 
-def run_watched(main: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine ``main`` to its end in a new event loop that measures its working time
-    (:class:`~headrace.run.observe.looptime.WatchedLoop`), and return the result of the coroutine."""
+def run_in_watched_loop(main: Coroutine[Any, Any, T]) -> T:
+    """Run the coroutine ``main`` to its end in a new event loop, and return the result of the coroutine. The loop
+    records when it runs and when it waits (:class:`~headrace.run.observe.looptime.WatchedLoop`)."""
     with asyncio.Runner(loop_factory=WatchedLoop) as runner:
         return runner.run(main)
 
 
-def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
+def run_in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     """Run the coroutine that ``main`` returns to its end, in an event loop of its own, and return its result or raise
     its error.
 
-    Where an event loop is running already (in a notebook), the coroutine runs in a new thread, and the caller waits for
+    If an event loop is running already (in a notebook), the coroutine runs in a new thread, and the caller waits for
     it; the :class:`Interrupts` that ``main`` receives pass Ctrl-C on to the coroutine.
     """
     interrupts = Interrupts()
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return run_watched(main(interrupts))
+        return run_in_watched_loop(main(interrupts))
     results: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Event()
@@ -90,7 +92,7 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
     def run() -> None:
         """Run the coroutine in an event loop of this thread, and store its result or its error for the caller."""
         try:
-            results.append(run_watched(interrupts.run(main(interrupts))))
+            results.append(run_in_watched_loop(interrupts.run(main(interrupts))))
         except asyncio.CancelledError:
             errors.append(KeyboardInterrupt())
         except BaseException as error:  # noqa: BLE001 - passed on to the thread that waits
@@ -105,7 +107,7 @@ def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
                 unstarted.pop().start()  # start() waits for the thread, and Ctrl-C may interrupt it
             ended.wait()  # not join(): after an interrupted join() Python considers the thread as ended
         except KeyboardInterrupt:
-            interrupts.pass_on()
+            interrupts.interrupt()
     if errors:
         raise errors[0]
     return results[0]

@@ -34,18 +34,18 @@ from headrace.base.errors import (
 from headrace.base.heap import gc_frozen
 from headrace.base.types.observation import Event, LiveState
 from headrace.control import Controller, ControlSettings, Summary
-from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow.ledger import Ledger, LedgerWriter, ThreadedWriter
 from headrace.flow.ledger.opening import has_ledger, make_ledger
-from headrace.launch.forking import ForkServer, forking
-from headrace.launch.local import local_world
+from headrace.launch.forking import ForkServer, open_fork_server
+from headrace.launch.local import launch_run
 from headrace.launch.order import ComponentStatus, LaunchedRun, LaunchOrder
 from headrace.learner import checkpoint
 from headrace.models.devices import CPU
-from headrace.run.observe import VerdictSettings, settings_of, write_report
-from headrace.run.rules.settings import idle_clip
-from headrace.run.session.config import RunConfig, RunFile, as_recorded, load_config, with_recorded_models
+from headrace.run.observe import VerdictSettings, make_verdict_settings, write_report
+from headrace.run.rules.settings import find_idle_clip
+from headrace.run.session.config import RunConfig, RunFile, load_config, make_recorded_settings, with_recorded_models
 from headrace.run.session.directory import (
     CONFIG_FILE,
     FACTS_FILE,
@@ -53,32 +53,32 @@ from headrace.run.session.directory import (
     SUMMARY_FILE,
     LockedDirectory,
     Status,
-    changed_settings,
     choose_directory,
-    engines_when_ended,
+    find_changed_settings,
+    find_final_num_engines,
     lock_directory,
     read_summary,
     write_json,
     write_sealed,
 )
-from headrace.run.session.engine_fit import explained_gap
+from headrace.run.session.engine_fit import compute_explained_gap
 from headrace.run.session.prepare import (
     Inputs,
     Prepared,
     Rows,
-    curriculum,
+    make_curriculum,
     make_order,
+    make_row_order,
     prepare,
     refuse_inside_a_run,
-    row_order,
 )
-from headrace.run.session.repeating import ReplayComparison, ReplayRecording, opened_recording
-from headrace.run.session.requests import answering_requests
-from headrace.run.session.running import Interrupts, first_cause, in_own_loop
+from headrace.run.session.repeating import ReplayComparison, ReplayRecording, open_recording
+from headrace.run.session.requests import serve_requests
+from headrace.run.session.running import Interrupts, first_cause, run_in_own_loop
 from headrace.run.session.watching import RunWatchers
 
 FINAL_FLUSH_S = 30.0
-"""The longest wait for the ledger at the end of a run that failed, in seconds."""
+"""The maximum wait for the ledger at the end of a run that failed, in seconds."""
 REDRAW_S = 1.0
 """The interval at which the live view and ``status.json`` are updated, in seconds."""
 GARBAGE_THRESHOLD = 50_000
@@ -101,28 +101,35 @@ def train(
     of the run.
 
     ``data`` and ``eval_data`` are rows in place of ``data.path`` and ``data.eval_path``; ``reward``, a function that is
-    defined in a file, replaces ``env.reward``. ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP
-    (unless it is ignored, as under nohup) end the run with a checkpoint, after the steps that the learner has received;
-    a second Ctrl-C or SIGTERM ends the run at once, with ``KeyboardInterrupt``.
+    defined in a file, replaces ``env.reward``; ``overrides`` are ``section.key=value`` pairs that replace settings.
+    ``resume`` continues the run in ``run.dir``. Ctrl-C, SIGTERM and SIGHUP (unless it is ignored, as under nohup) end
+    the run with a checkpoint, after the steps that the learner has received; a second Ctrl-C or SIGTERM ends the run at
+    once, with ``KeyboardInterrupt``.
 
     ``replay`` is the directory of a recorded run with the same settings, which is repeated bit for bit in a new
     directory; :class:`~headrace.base.errors.ReplayDiffers` is raised at the first difference.
 
-    Raises :class:`~headrace.base.errors.HeadraceError`. After training has started, ``summary.json`` is written also
-    where an error is raised.
+    Raises :class:`~headrace.base.errors.HeadraceError`. After training has started, ``summary.json`` is written also if
+    an error is raised.
     """
     refuse_inside_a_run()
     loaded = load_config(config, overrides)
     if resume and loaded.run.dir:
         loaded = with_recorded_models(loaded, Path(loaded.run.dir) / CONFIG_FILE)
     with ExitStack() as stack:
-        forks = stack.enter_context(forking(loaded.launch))  # the fork server imports torch while the run is prepared
+        # the fork server imports torch while the run is prepared
+        forks = stack.enter_context(open_fork_server(loaded.launch))
         prepared = prepare(loaded, Inputs(data=data, eval_data=eval_data, reward=reward))
         run_dir = choose_directory(prepared.config.run.dir, RealClock())
-        recording = stack.enter_context(opened_recording(replay, prepared, resume=resume))
+        recording = stack.enter_context(open_recording(replay, prepared, resume=resume))
         locked_dir = stack.enter_context(lock_directory(run_dir, resume=resume))
         first = RunLife(
-            prepared=prepared, run_dir=run_dir, locked_dir=locked_dir, recording=recording, forks=forks, after=None
+            prepared=prepared,
+            run_dir=run_dir,
+            locked_dir=locked_dir,
+            recording=recording,
+            forks=forks,
+            preceding_error=None,
         )
         try:
             summary = _run_with_restarts(first)
@@ -141,13 +148,13 @@ def _run_with_restarts(first: RunLife) -> Summary:
     life = first
     for restarts_left in reversed(range(max_restarts + 1)):
         try:
-            return in_own_loop(partial(_train, life))
+            return run_in_own_loop(partial(_train, life))
         except LearnerLost as error:
             if not restarts_left or not has_ledger(first.run_dir):  # without a ledger nothing was trained yet
                 raise
             # its frames would keep the whole life in memory, with the files that it has mapped
             error.__traceback__ = error.__context__ = error.__cause__ = None
-            life = replace(first, after=error)
+            life = replace(first, preceding_error=error)
     raise AssertionError("the last life returns or raises")
 
 
@@ -170,11 +177,11 @@ class RunLife:
     locked_dir: LockedDirectory
     """The locked ``run_dir``, which detects that the directory was removed or moved."""
     recording: ReplayRecording | None
-    """The recorded run that this run repeats; ``None`` where this run is not a replay."""
+    """The recorded run that this run repeats; ``None`` if this run is not a replay."""
     forks: ForkServer | None
-    """The process from which engines and learner are forked; ``None`` where each is a new interpreter."""
-    after: LearnerLost | None
-    """The error by which the learner ended the life before, in this call of :func:`train`; ``None`` for the first
+    """The process from which engines and learner are forked; ``None`` if each is a new interpreter."""
+    preceding_error: LearnerLost | None
+    """The loss of the learner that ended the preceding life, in this call of :func:`train`; ``None`` for the first
     life."""
 
 
@@ -182,12 +189,12 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
     """Run one life of a run, and return its summary: open the ledger and the watchers, then launch the parts and run
     the controller. ``interrupts`` passes Ctrl-C on from another thread.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the run has trained ``run.steps`` steps already.
+    Raises :class:`~headrace.base.errors.ConfigError` if the run has trained ``run.steps`` steps already.
     """
     prepared, run_dir, recording = life.prepared, life.run_dir, life.recording
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
-    start = starting_point(run_dir)
+    start = find_starting_point(run_dir)
     if start.step > config.run.steps or (start.step == config.run.steps and _has_finished(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
@@ -197,11 +204,14 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         ledgers: list[Ledger] = []  # the open ledger, if there is one
         if has_ledger(run_dir):  # an unusable ledger is refused before any process is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
-        changed, engines = changed_settings(run_dir, as_recorded(config)), engines_when_ended(run_dir)
-        write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
+        changed, engines = (
+            find_changed_settings(run_dir, make_recorded_settings(config)),
+            find_final_num_engines(run_dir),
+        )
+        write_sealed(run_dir / CONFIG_FILE, make_recorded_settings(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
-        watchers = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
-        for words in _changes_in_words(config, run_dir, changed, engines):
+        watchers = RunWatchers(config, run_dir, stack, settings=_make_verdict_settings(prepared))
+        for words in _describe_changes(config, run_dir, changed, engines):
             watchers.observers.event(Event(wall_s=0.0, text=words, level="warning"))
         comparisons: list[ReplayComparison] = []
 
@@ -215,25 +225,26 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
             ledger = ledgers[0] if ledgers else _open_ledger(config, run_dir, stack, start)
             writer: LedgerWriter = ThreadedWriter(ledger)
             stack.callback(writer.close)
-            settings = _control_settings(prepared)
+            settings = _make_control_settings(prepared)
             if recording is not None:
-                settings = recording.settings(settings)
+                settings = recording.adapt_settings(settings)
                 writer = ReplayComparison(writer, recording)
                 comparisons.append(writer)
             observers = watchers.observers
             watchers.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for warning in _startup_warnings(prepared, facts):
+            for warning in _collect_startup_warnings(prepared, facts):
                 watchers.controller.state.warn(warning)
             return watchers.controller
 
         context = RunContext(locked_dir=life.locked_dir, watchers=watchers, interrupts=interrupts)
-        summary = await _run(_launch_order(life, start, watchers), control, start, context)
+        summary = await _run(_make_launch_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
 
 
-def _changes_in_words(config: RunConfig, run_dir: Path, changed: Sequence[str], engines: int | None) -> Iterator[str]:
+def _describe_changes(config: RunConfig, run_dir: Path, changed: Sequence[str], engines: int | None) -> Iterator[str]:
     """Yield warnings about what differs from the earlier life of the run in ``run_dir``: the settings ``changed``, and
-    the number of engines, of which the earlier life had ``engines`` at its end; ``None`` if it had not changed."""
+    the number of engines, which ``config`` sets, and which was ``engines`` at the end of the earlier life (``None`` if
+    it had not changed then)."""
     if changed:
         more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
         yield f"settings have changed since the run was last started: {'; '.join(changed[:5])}{more}"
@@ -244,38 +255,40 @@ def _changes_in_words(config: RunConfig, run_dir: Path, changed: Sequence[str], 
         )
 
 
-def _control_settings(prepared: Prepared) -> ControlSettings:
-    """Return the part of the run's settings that its controller reads, with the order in which rows are attempted."""
+def _make_control_settings(prepared: Prepared) -> ControlSettings:
+    """Return the part of the settings in ``prepared`` that the controller of the run reads, with the order in which
+    rows are attempted."""
     config = prepared.config
     return ControlSettings(
         run=config.run,
         flow=config.flow,
-        order=row_order(config, len(prepared.tasks)),
-        curriculum=curriculum(config, len(prepared.tasks)),
+        order=make_row_order(config, len(prepared.tasks)),
+        curriculum=make_curriculum(config, len(prepared.tasks)),
         has_teachers=bool(config.learner.teachers),
         env_column=config.observe.env_column,
-        largest_gap=explained_gap(config),
+        largest_gap=compute_explained_gap(config),
         fingerprint=prepared.fingerprint(),
     )
 
 
-def _startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the warnings that are known when the parts have started: about a slower code path of a part, which the
-    part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
+def _collect_startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the warnings about the run ``prepared`` that are known when the parts have started: about a slower code
+    path of a part, which the part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that
+    are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
-    return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
+    return (*fallbacks, *find_idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
 
 
-def _verdict_settings(prepared: Prepared) -> VerdictSettings:
-    """Return the values of the settings that the verdict's advice names, and the number of processors that the run may
-    use."""
+def _make_verdict_settings(prepared: Prepared) -> VerdictSettings:
+    """Return the values of the settings in ``prepared`` that the verdict's advice names, and the number of processors
+    that the run may use."""
     devices = prepared.devices
     on_cpu = CPU in (*devices.engines, *devices.learner)
     tree = prepared.config.model_dump(mode="json")
-    return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
+    return make_verdict_settings(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
+def _make_launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
     """Return the order for the launcher: the processes to start, with their settings. ``start`` is the step and the
     snapshot from which the run begins. Before, warn of a learner that was lost and of a snapshot without checksums."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
@@ -286,14 +299,14 @@ def _launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) ->
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
     if life.recording is None:
         return order
-    return life.recording.order(order, life.prepared.config.run.stall_timeout_s)
+    return life.recording.adapt_order(order, life.prepared.config.run.stall_timeout_s)
 
 
 def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint) -> None:
-    """If the loss of the learner ended the life before, report this as a warning, with the step of ``start``, from
-    which the run continues."""
-    if life.after is not None:
-        cause = life.after.problem.partition("\n")[0]
+    """If the loss of the learner ended the life before ``life``, report this as a warning to the watchers in ``order``,
+    with the step of ``start``, from which the run continues."""
+    if life.preceding_error is not None:
+        cause = life.preceding_error.problem.partition("\n")[0]
         words = f"{cause}; the run continues from step {start.step}"
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
@@ -306,9 +319,9 @@ def _has_finished(run_dir: Path) -> bool:
 
 
 def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
-    """Open the ledger of the run, or create it, and return it; ``stack`` closes it. A new run calls this function only
-    after its parts have started, so that a start that failed can be repeated. Errors name the checkpoint in ``start``,
-    from which the user may start another run."""
+    """Open the ledger of the run in ``run_dir`` with the settings ``config``, or create it, and return it; ``stack``
+    closes it. A new run calls this function only after its parts have started, so that a start that failed can be
+    repeated. Errors name the checkpoint in ``start``, from which the user may start another run."""
     try:
         ledger = make_ledger(config.flow, run_dir)
     except LedgerError as error:
@@ -339,7 +352,7 @@ async def _run(
     on. Write the summary in every case, and return it, or raise the error that explains all others."""
     controller: Controller | None = None
     try:
-        async with _end_on_signals(order, context), local_world(order) as world:
+        async with _end_on_signals(order, context), launch_run(order) as world:
             controller = control(world)
             summary = await _run_controller(controller, world, start, context)
     except BaseException as error:
@@ -357,12 +370,12 @@ async def _run_controller(
     controller: Controller, world: LaunchedRun, start: StartingPoint, context: RunContext
 ) -> Summary:
     """Run the controller of the launched run ``world`` from ``start`` to the end of the run, and return its summary.
-    Meanwhile the status is renewed, and requests of the user are answered."""
+    Meanwhile the status in the directory of ``context`` is renewed, and requests of the user are answered."""
     world.send_warnings_to(partial(_warn, controller))
     world.send_signs_to(partial(_report_silence, controller))
     world.send_recoveries_to(controller.record_recovery)
     world.changes.send_changes_to(controller.record_engine_change)
-    async with answering_requests(world.private, world.changes) as address, asyncio.TaskGroup() as group:
+    async with serve_requests(world.private, world.changes) as address, asyncio.TaskGroup() as group:
         renewal = group.create_task(_renew_status(controller, world, context, address))
         with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
             summary = _write_summary(controller, await controller.run(start), context)
@@ -391,7 +404,7 @@ def _report_silence(controller: Controller, text: str, *, kind: str, over: bool 
     ``over`` is true, record instead that the process responds again. ``kind`` identifies the warning: the call that
     ends it passes the same value."""
     if over:
-        controller.state.warning_over(text, kind=kind)
+        controller.state.resolve_warning(text, kind=kind)
     else:
         controller.state.warn(text, kind=kind, always=True)
 
@@ -411,10 +424,10 @@ def _add_loop_table(controller: Controller, cause: BaseException) -> None:
 
 
 async def _write_failed_summary(controller: Controller, cause: BaseException, context: RunContext) -> None:
-    """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` where the user ended
-    the run, else ``failed``. Errors of the ledger and of the disk are suppressed here, since they may be the cause
+    """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` if the user ended the
+    run, else ``failed``. Errors of the ledger and of the disk are suppressed here, since they may be the cause
     itself."""
-    # where the ledger does not respond, its groups cannot be counted for the summary either
+    # if the ledger does not respond, its groups cannot be counted for the summary either
     with suppress(HeadraceError, TimeoutError):
         with suppress(HeadraceError):
             controller.state.flow.running_turns.record_all()
@@ -425,9 +438,9 @@ async def _write_failed_summary(controller: Controller, cause: BaseException, co
 
 def _write_summary(controller: Controller, summary: Summary, context: RunContext) -> Summary:
     """Add the account of the run's time and the verdict to ``summary``, write it to ``summary.json``, and return it.
-    Raises :class:`~headrace.base.errors.RunError` where the run's directory is lost."""
+    Raises :class:`~headrace.base.errors.RunError` if the run's directory is lost."""
     context.locked_dir.refuse_lost()
-    summary = context.watchers.with_account(summary)
+    summary = context.watchers.add_account(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
     return summary
 
@@ -480,9 +493,9 @@ def _write_status(
         version=live.engine_version,
         written_s=world.parts.clock.wall(),
         components=components,
-        waits=controller.state.board.in_words().splitlines(),
+        waits=controller.state.board.describe().splitlines(),
         warnings=controller.state.warnings,
-        rewards=dict(controller.state.metrics.rewards.failing()),
+        rewards=dict(controller.state.metrics.rewards.get_failing()),
         engines=world.changes.num_engines,
         requests=requests,
     )
@@ -491,8 +504,9 @@ def _write_status(
 
 @asynccontextmanager
 async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncIterator[None]:
-    """Report the event that the run starts, and handle signals during the start: Ctrl-C, SIGTERM or SIGHUP cancels the
-    body of the context and raises :class:`StoppedAtStart`. Later, :func:`_stop_on_signals` handles the signals."""
+    """Report to the watchers in ``order`` that the run starts, and handle signals during the start: Ctrl-C, SIGTERM or
+    SIGHUP cancels the body of the context and raises :class:`StoppedAtStart`; ``context`` passes Ctrl-C on from another
+    thread. Later, :func:`_stop_on_signals` handles the signals."""
     caught: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
@@ -503,7 +517,7 @@ async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncItera
         caught.append(number)
         task.cancel()
 
-    with _signal_handlers(loop, context.interrupts, handle):
+    with _handle_signals(loop, context.interrupts, handle):
         order.on_event(Event(wall_s=0.0, text=f"starting scoring workers, {order.devices}"))
         try:
             yield
@@ -530,14 +544,14 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
         signal, except SIGHUP, cancel the run's task."""
         nonlocal at_once
         if not controller.state.stop_requested:
-            why = "the terminal was closed: " if number is signal.SIGHUP else ""
-            controller.state.event(f"{why}stopping after the steps that are ordered; Ctrl-C again to end at once")
+            cause = "the terminal was closed: " if number is signal.SIGHUP else ""
+            controller.state.event(f"{cause}stopping after the steps that are ordered; Ctrl-C again to end at once")
             controller.stop(number.name)
         elif number is not signal.SIGHUP:
             at_once = True
             task.cancel()
 
-    with _signal_handlers(loop, interrupts, handle):
+    with _handle_signals(loop, interrupts, handle):
         try:
             yield
         except asyncio.CancelledError:
@@ -547,11 +561,11 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
 
 
 @contextmanager
-def _signal_handlers(
+def _handle_signals(
     loop: asyncio.AbstractEventLoop, interrupts: Interrupts, handle: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
-    """Call ``handle`` with the signal for each Ctrl-C (SIGINT), SIGTERM and SIGHUP while the context is open. SIGHUP
-    stays ignored where it was ignored before, as under nohup.
+    """Call ``handle`` with the signal, in the event loop ``loop``, for each Ctrl-C (SIGINT), SIGTERM and SIGHUP while
+    the context is open. SIGHUP stays ignored if it was ignored before, as under nohup.
 
     Only the main thread can handle signals. In another thread, ``interrupts`` passes on Ctrl-C alone.
     """

@@ -42,14 +42,14 @@ TRAINING = "training"
 """The name of the phase of a run whose processor time the account covers."""
 SYSTEM_EVERY = 2
 """The number of calls of ``update`` for each reading of the memory and the processor time of the run's processes."""
-OFTEN = 10
+NUM_FREQUENT_UPDATES = 10
 """The number of first calls of ``update`` in training that all make such a reading, so that a short run has figures."""
 
 
 class RunWatchers:
     """The watchers of one run. The constructor opens them, and its ``stack`` closes them in the reverse order.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where a writer cannot be opened.
+    Raises :class:`~headrace.base.errors.ConfigError` if a writer cannot be opened.
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: VerdictSettings) -> None:
@@ -59,22 +59,27 @@ class RunWatchers:
         self.controller: Controller | None = None
         """The controller, which receives warnings and alarms once it exists."""
         self._accountant = Accountant(settings)
+        """The watcher that computes the account and the verdict."""
         self._system = SystemWatch(run_dir, clock)
+        """The reader of the memory and the processor time of the run's processes."""
         self._num_updates = self._num_training_updates = 0
+        """The number of calls of :meth:`update`, and how many of them the training phase had."""
         self._was_training = False
-        """True where the run was in its training phase at the last reading of its processes."""
+        """Whether the run was in its training phase at the last reading of its processes."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
             watchers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         self._output = LossTolerantStream(sys.stdout)
-        self._output_lost = False
-        self.view = stack.enter_context(_choose_view(config, cast(TextIO, self._output)))
+        self._has_reported_lost_output = False
+        self.view = stack.enter_context(_open_view(config, cast(TextIO, self._output)))
+        """The terminal view of the run."""
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._on_alarm)]
         self.observers = Observers(watchers)
+        """All watchers together, to which the controller passes steps, events and spans."""
         loop = asyncio.get_running_loop()
         if isinstance(loop, WatchedLoop):
-            self.observers.add_span_source(loop.work.spans)
+            self.observers.add_span_source(loop.work.take_spans)
         stack.callback(self.observers.flush)
         stack.callback(self._warn_of_lost_output)  # the terminal may be closed during the last update, or after it
 
@@ -82,13 +87,13 @@ class RunWatchers:
         """Return the present state of the run, from ``controller``, with the account and the verdict, after passing it
         on to all watchers. The run calls this method once a second; ``components`` are the states of its processes."""
         self._num_training_updates += controller.state.phase == TRAINING
-        if not self._num_updates % SYSTEM_EVERY or 0 < self._num_training_updates <= OFTEN:
+        if not self._num_updates % SYSTEM_EVERY or 0 < self._num_training_updates <= NUM_FREQUENT_UPDATES:
             self._read_processes(controller, components)
         self._num_updates += 1
         engines = [part for part in components if is_engine(part.role)]
-        self._accountant.engines({part.role for part in engines})
+        self._accountant.set_engines({part.role for part in engines})
         controller.state.metrics.num_engines = sum(part.state == "ready" for part in engines)
-        live = self._accountant.with_account(controller.live())
+        live = self._accountant.add_account(controller.live())
         self.observers.update(live)
         self._warn_of_lost_output()
         return live
@@ -97,9 +102,9 @@ class RunWatchers:
         """Warn once if standard output can no longer be written, for example because its terminal was closed. The run
         continues without this output."""
         self._output.detect_loss()
-        if not self._output.lost or self._output_lost:
+        if not self._output.lost or self._has_reported_lost_output:
             return
-        self._output_lost = True
+        self._has_reported_lost_output = True
         text = (
             f"standard output is gone ({self._output.lost}): the run continues, and what it would show is in "
             f"{EVENTS_FILE} and {METRICS_FILE} (headrace watch, headrace view)"
@@ -109,28 +114,29 @@ class RunWatchers:
             sys.stderr.write(f"warning: {text}\n")
 
     def _read_processes(self, controller: Controller, components: list[ComponentStatus]) -> None:
-        """Read how much memory and processor time the run's processes on this machine use, as metrics of the next step.
-        The account receives the processor time since the last reading, if the run was training at both readings."""
+        """Read how much memory and processor time those of the processes ``components`` that run on this machine use,
+        as metrics of the next step of ``controller``. The account receives the processor time since the last reading,
+        if the run was training at both readings."""
         controller.state.metrics.system = self._system.read(
             (part.role, part.pid) for part in components if not part.node
         )
         was_training, self._was_training = self._was_training, controller.state.phase == TRAINING
         if self._system.usage is not None and was_training and self._was_training:
-            self._accountant.usage(self._system.usage)
+            self._accountant.add_usage(self._system.usage)
 
-    def with_account(self, summary: Summary) -> Summary:
+    def add_account(self, summary: Summary) -> Summary:
         """Return a copy of the run's ``summary`` with the account of the whole life, the figures that follow from it,
-        and the verdict; ``summary`` itself where no step has ended."""
-        account = self._accountant.total()
+        and the verdict; ``summary`` itself if no step has ended."""
+        account = self._accountant.complete()
         if not account.seconds:
             return summary
         return msgspec.structs.replace(
-            summary, account=account, verdict=self._accountant.verdict(), **account.figures()
+            summary, account=account, verdict=self._accountant.judge_total(), **account.figures()
         )
 
     def _on_alarm(self, raised: Raised, stop: bool) -> None:
-        """Record as a warning of the run that an alarm went off; with ``stop``, also stop the run after the steps that
-        the learner has received. This is the callback of the alarms."""
+        """Record as a warning of the run that the alarm ``raised`` went off; with ``stop``, also stop the run after the
+        steps that the learner has received. This is the callback of the alarms."""
         self._warn(str(raised), kind=f"alarm {raised.name}")
         if stop and self.controller is not None and not self.controller.state.stop_requested:
             self.controller.state.event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
@@ -138,7 +144,7 @@ class RunWatchers:
 
     def _warn(self, text: str, *, kind: str = "") -> None:
         """Record ``text`` as a warning of the run; before the controller exists, only pass it on to the observers as an
-        event. Warnings of one ``kind`` are shown once and then only counted; where ``kind`` is empty, the kind is the
+        event. Warnings of one ``kind`` are shown once and then only counted; if ``kind`` is empty, the kind is the
         text."""
         if self.controller is not None:
             self.controller.state.warn(text, kind=kind)
@@ -146,7 +152,7 @@ class RunWatchers:
             self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
 
 
-def _choose_view(config: RunConfig, output: TextIO) -> TerminalView:
+def _open_view(config: RunConfig, output: TextIO) -> TerminalView:
     """Return the terminal view that the setting ``observe.view`` chooses, which prints to ``output``."""
     if config.observe.view == "none":
         return SilentView()

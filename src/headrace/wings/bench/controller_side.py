@@ -37,7 +37,7 @@ from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.control import Components, Controller, ControlSettings, RunSection
 from headrace.control.observer import Observers
-from headrace.control.recovery import starting_point
+from headrace.control.recovery import find_starting_point
 from headrace.engine.fleet import Fleet
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import SqliteLedger, ThreadedWriter
@@ -127,7 +127,7 @@ class AlternatingScorer:
 class MultiTurnEnv:
     """An environment of many turns, like an agent with tools: the model reads new tokens before every answer."""
 
-    asks_prompt = False
+    begins_with_prompt = False
 
     def __init__(self, turns: int, given: int) -> None:
         """Create an environment whose episodes have ``turns`` answers, with ``given`` new tokens before each."""
@@ -243,7 +243,7 @@ async def run_controller(spec: dict[str, Any], directory: Path, stack: ExitStack
             fleet.add(client.name, client)
         controller = Controller(parts, settings, ledger=ledger, writer=writer, observers=Observers([]))
         with gc_frozen():
-            await controller.run(starting_point(directory))
+            await controller.run(find_starting_point(directory))
         for task in listening:
             task.cancel()
     for client in clients:

@@ -11,12 +11,12 @@ from functools import partial
 from typing import Any
 
 from headrace.base.types.chat import Message
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.interface import Env, StepResult, Task
 from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a factory of environments, one for each episode, for the game or task with the name ``what`` in gem and
     the keyword arguments ``options``. A run calls this function with the part of ``env.entry`` after the slash, and
     with ``env.options``."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from headrace.base.errors import BudgetSpent, EnvError, EpisodeError
 from headrace.base.types.chat import Message, Tool, ToolCall
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.interface import as_messages
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.program import find_program
@@ -35,7 +35,7 @@ MAX_PAGES = 100
 """Largest number of pages of a server's list of tools."""
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a rollout function, which runs one episode: the model answers the row's prompt, and may call the tools of
     the server ``what`` (a URL or a command). ``options`` are ``env.options``. Raises
     :class:`~headrace.base.errors.EnvError` for an unknown option."""

@@ -19,14 +19,14 @@ from typing import Any
 
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.base.types.chat import Message
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.interface import Env, StepResult, Task
 from headrace.wings.bridges.base import task_number
 
 _DEFAULTS = {"action": "message", "observation": "", "with": {}, "reset": {}, "timeout_s": 60.0}
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a factory of environments, one for each episode; an environment is a session with the server at the URL
     ``what``. ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown option."""
     from openenv.core import GenericEnvClient

@@ -20,7 +20,7 @@ from typing import Any
 
 from headrace.base.errors import EnvError, EpisodeError, nearest
 from headrace.base.types.chat import Message
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.interface import Env, StepResult, Task
 from headrace.wings.bridges.base import task_number
 
@@ -29,7 +29,7 @@ _EVALUATES = re.compile(r"\b(?:eval|parse_expr)\(answer\b")
 """A pattern of the calls with which scorers execute an answer as code, directly or through sympy."""
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a factory of one-turn environments, one for each episode, for the task ``what`` of the library.
     ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown task, and for a task
     whose scorer executes answers, unless the option ``evaluates`` allows this."""

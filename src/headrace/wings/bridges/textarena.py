@@ -14,12 +14,12 @@ from typing import Any
 
 from headrace.base.errors import BudgetSpent
 from headrace.base.types.chat import Message
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a rollout function, which runs one episode: the policy plays the game ``what``, for all players.
     ``options`` are ``env.options``: the number of ``players``, and keyword arguments of ``textarena.make``."""
     import textarena

@@ -15,13 +15,13 @@ from typing import Any
 from headrace.base.config.user_code import find_in_file, load_file
 from headrace.base.errors import EnvError
 from headrace.base.types.chat import Message
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.interface import Env, StepResult, Task, as_messages
 
 _NOT_TOOLS = ("reset", "get_reward")
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a factory of environments, one for each episode, for the class or factory function ``what``
     (``file.py:name``), which is called with ``options``. Raises :class:`~headrace.base.errors.EnvError` if the created
     object has no ``reset``."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.base.errors import EpisodeError
-from headrace.rollout.environments.bridges import Bridge, Found
+from headrace.rollout.environments.bridges import Bridge, BridgedEnvironment
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.wings.bridges.base import task_number
 
@@ -26,7 +26,7 @@ _NO_VARIABLE = "HEADRACE_HAS_NO_API_KEY_HERE"
 episode has its own API key, sent in a header instead."""
 
 
-def make(what: str, options: dict[str, Any]) -> Found:
+def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
     """Return a rollout function, which runs one episode of the environment of the taskset ``what``. ``options`` are
     ``env.options``: the settings of the environment."""
     from verifiers.v1.clients import ModelContext

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from headrace.run.observe.metrics import over_run
+from headrace.run.observe.metrics import combine_over_run
 from headrace.run.observe.rundata import RunData, load_run
 
 
@@ -80,7 +80,7 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
     Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` contains no run.
     """
     run = load_run(run_dir)
-    figures, sums = run.figures, over_run(run.session)
+    figures, sums = run.figures, combine_over_run(run.session)
     ages = {int(age): tokens for age, tokens in (figures.get("age_histogram") or {}).items()}
     commits = sums.get("sync/commits", 0.0)
     last = run.session[-1] if run.session else None

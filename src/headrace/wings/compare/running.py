@@ -15,7 +15,7 @@ from headrace.base.errors import ConfigError, HeadraceError
 from headrace.flow.ledger.opening import has_ledger
 from headrace.launch.forking import keep_fork_server
 from headrace.run.session import RunConfig, load_config, train
-from headrace.run.session.config import RunFile, run_tree
+from headrace.run.session.config import RunFile, read_run_tree
 from headrace.run.session.directory import CONFIG_FILE, read_summary
 from headrace.run.session.recipes import left_open, recipe
 from headrace.wings.compare.rows import RecipeRow, decided, row_of
@@ -116,12 +116,12 @@ def _shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
             remedy="give --dir, --steps or --seed",
         )
     if config.run_file is not None:
-        tree = left_open(run_tree(config.run_file))
+        tree = left_open(read_run_tree(config.run_file))
         return tree, str(config.run_file) if isinstance(config.run_file, str | Path) else "a run file"
     run_file = _demo_directory(config) / "demo.toml"
     if not run_file.exists():
         lay_out(run_file.parent, seed=config.seed or 0)
-    tree = left_open(run_tree(run_file))
+    tree = left_open(read_run_tree(run_file))
     tree["run"] = {"steps": DEMO_STEPS, "seed": 0}
     return tree, "the demo"
 

@@ -10,7 +10,7 @@ import typer
 from headrace.run.cli.commands import PLAN, Verb
 from headrace.run.cli.output import (
     console,
-    continued_by,
+    format_continuation,
     print_json,
     readable,
     resumable,
@@ -91,7 +91,7 @@ def _print_comparison(made: RecipeComparison, again: str) -> None:
     for words in failures(made.rows):
         out.print(readable(words), style="yellow")
     if made.stopped:
-        out.print(continued_by(again), style="bold")
+        out.print(format_continuation(again), style="bold")
     out.print(f"written  {readable(str(made.directory))}/compare.md, compare.json, compare.svg")
     out.print(f"closer   headrace view {readable(str(made.directory))}")
 

@@ -21,7 +21,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.devices import choose_devices
 from headrace.models.gpus import gpu_numbers
 from headrace.run.session.engine_fit import refuse_uneven_heads
-from headrace.run.session.own_engines import frozen_agents, teacher_model
+from headrace.run.session.own_engines import resolve_frozen_agents, resolve_teacher_model
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.parts import MappedPart, engine_part_bytes
 from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
@@ -183,9 +183,13 @@ def _engine_models(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the model of each engine by the name of the engine's process: the engines of the policy, of agents, and of
     teachers."""
     own = dict.fromkeys(engine_names(config.engine.count), config.model)
-    agents = {f"agent-{name}": model for name, model in frozen_agents(config).items()}
+    agents = {f"agent-{name}": model for name, model in resolve_frozen_agents(config).items()}
     teachers = config.learner.served_teachers.items()
-    return {**own, **agents, **{teacher_role(name): teacher_model(each, config.model) for name, (each, _) in teachers}}
+    return {
+        **own,
+        **agents,
+        **{teacher_role(name): resolve_teacher_model(each, config.model) for name, (each, _) in teachers},
+    }
 
 
 def _part_demands(config: RunConfig) -> list[PartDemand]:

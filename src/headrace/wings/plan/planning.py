@@ -6,7 +6,7 @@ from __future__ import annotations
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
 from headrace.base.types.observation import Account
-from headrace.run.observe.verdict import bound_of
+from headrace.run.observe.verdict import find_bound
 from headrace.run.session.config import RunConfig
 from headrace.wings.plan.card import CardRates, on_cluster
 from headrace.wings.plan.catalogue import model
@@ -25,7 +25,7 @@ gives the lengths."""
 def bound(account: Account) -> str:
     """Return in words what limits the throughput of a run with this account of its time, by the same rule as in the
     verdict on a real run."""
-    return str(bound_of(account))
+    return str(find_bound(account))
 
 
 def asked_of(config: RunConfig) -> SizingRequest:

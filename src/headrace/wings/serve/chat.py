@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 
 from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Message, Tool
-from headrace.rollout.answers import parser_for
+from headrace.rollout.answers import make_parser
 from headrace.rollout.answers.base import THINK
 from headrace.rollout.rendering import plain, spec, without_tools
 
@@ -37,7 +37,7 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template or "")
         self._knows_tools = "tools" in template
-        self.parser = parser_for(tool_parser, template)
+        self.parser = make_parser(tool_parser, template)
         """The parser that finds calls of tools in an answer."""
         special = set(tokenizer.all_special_tokens)
         self.special_markers = frozenset(special.intersection(self.parser.markers))

@@ -34,7 +34,7 @@ from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Failure, Saved, StepReport, Trained
 from headrace.base.types.messages.learner import Save
 from headrace.base.types.trace import Span
-from headrace.launch.clients.peer import error_of
+from headrace.launch.clients.peer import make_error
 from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
 from headrace.launch.hosts.main import exit_with
 from headrace.learner.base import LearnerContext
@@ -258,7 +258,7 @@ class RankedLearner:
             except (EOFError, OSError):
                 raise self._rank_error(self._pipes.index(pipe)) from None
             if isinstance(answer, Failure):
-                raise error_of(answer)
+                raise make_error(answer)
             return answer
         raise AssertionError("wait returned without a pipe")
 
@@ -271,7 +271,7 @@ class RankedLearner:
         for other in (rank, *(each for each in range(len(self.processes)) if each != rank)):
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
             if (failure := self._failure_of(other)) is not None:
-                return error_of(failure)
+                return make_error(failure)
             if code != EXIT_RANK_LOST:  # it ended first, or it still runs and the others waited for it
                 rank = other
                 break

@@ -25,9 +25,9 @@ from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.heap import gc_frozen
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.control.metrics.summary import ledger_summary
+from headrace.control.metrics.summary import make_ledger_summary
 from headrace.control.observer import Observer, Observers
-from headrace.control.recovery import StartingPoint, starting_point
+from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import Ledger
@@ -98,7 +98,7 @@ def tune(
     clock = RealClock()
     run_dir = choose_directory(config.run.dir, clock, prefix=f"{prepared.verb}-")
     with lock_directory(run_dir, resume=resume) as locked_dir:
-        start = starting_point(run_dir)
+        start = find_starting_point(run_dir)
         _refuse_ended(prepared, start, run_dir)
         with ExitStack() as stack:
             threads = config.run.threads
@@ -496,7 +496,7 @@ class TuningRun:
             trained_tok_s=totals.trained_tokens / wall_s if wall_s > 0 else 0.0,
             rows_left_out=len(self._prepared.rows.left_out),
             rows_cut=self._prepared.rows.num_cut,
-            ledger=ledger_summary(self._ledger.conservation()),
+            ledger=make_ledger_summary(self._ledger.conservation()),
             warnings=totals.warnings,
             run_dir=str(self._run_dir),
         )

@@ -45,7 +45,7 @@ from headrace.models.hub import change_models, pinned_path
 from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import read_config
 from headrace.run.observe.words import plural
-from headrace.run.session.own_engines import teacher_model
+from headrace.run.session.own_engines import resolve_teacher_model
 from headrace.wings.supervised.config import DistillConfig, ServerTeacher
 from headrace.wings.supervised.reading import RowSet
 from headrace.wings.supervised.rendering import RenderedSample
@@ -87,7 +87,7 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
         if teacher.path is None:
             continue
         verify_model(Path(teacher.path))
-        path = teacher_model(teacher, config.model).path
+        path = resolve_teacher_model(teacher, config.model).path
         refuse_other_vocabulary(path, config.model.path, f"{SETTING} path")
         longest, most = _longest(rows.rows), context_length(path)
         if most < longest:
@@ -299,7 +299,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
         return lambda samples: _run(_request_scores(server, samples, below))
     (teacher, _) = next(iter(config.learner.served_teachers.values()))
     device = str(use_device("learner.device", config.learner.device, only_cpu=config.model.deterministic))
-    model = load_model(teacher_model(teacher, config.model), device)
+    model = load_model(resolve_teacher_model(teacher, config.model), device)
     teacher_vocab_size = int(model.config.get_text_config().vocab_size)
     core = NativeEngine(
         model,

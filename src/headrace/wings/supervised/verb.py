@@ -10,12 +10,12 @@ import typer
 from headrace.run.cli.commands import BEGIN, Verb
 from headrace.run.cli.output import (
     console,
-    continued_by,
-    leave_if_hung_up,
+    exit_if_hung_up,
+    format_continuation,
+    plan_resumption,
     print_json,
     readable,
     resumable,
-    resuming,
     starting,
     table,
     this_command,
@@ -107,7 +107,7 @@ def stages(
         print_json(summary)
     else:
         _show_stages(summary, again)
-    leave_if_hung_up(summary.stopped_by)
+    exit_if_hung_up(summary.stopped_by)
 
 
 def _show_stages(summary: StagesSummary, again: str) -> None:
@@ -122,7 +122,7 @@ def _show_stages(summary: StagesSummary, again: str) -> None:
         stage_table.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
     out.print(stage_table)
     if summary.status != "finished":
-        out.print(continued_by(again), style="bold")
+        out.print(format_continuation(again), style="bold")
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
@@ -142,7 +142,7 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
     with gc_disabled():
         from headrace.flow.ledger.opening import has_ledger
         from headrace.wings.supervised.session import tune
-    directory, again = resuming(config.run.dir, prefix=f"{config.verb}-")
+    directory, again = plan_resumption(config.run.dir, prefix=f"{config.verb}-")
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
     with resumable(again, lambda: has_ledger(Path(directory))):
         summary = tune(config, resume=resume)
@@ -150,7 +150,7 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
         print_json(summary)
     else:
         _show(summary, again)
-    leave_if_hung_up(summary.stopped_by)
+    exit_if_hung_up(summary.stopped_by)
 
 
 def _show(summary: TuningSummary, again: str) -> None:
@@ -185,7 +185,7 @@ def _show(summary: TuningSummary, again: str) -> None:
         out.print(f"report   {report}")
     out.print(f"run      {readable(summary.run_dir)}")
     if summary.status == "stopped":
-        out.print(continued_by(again), style="bold")
+        out.print(format_continuation(again), style="bold")
     out.print(f"export   headrace export {readable(summary.run_dir)} DIRECTORY", style="dim")
 
 

@@ -17,8 +17,8 @@ from headrace.flow.ledger.base import Conservation, UnitCounts
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.observe import age_histogram, load_run, summarize_steps
-from headrace.run.observe.metrics import REGISTRY, find, flat
-from headrace.run.observe.rundata import lives, recorded_account
+from headrace.run.observe.metrics import REGISTRY, find, flatten_metrics
+from headrace.run.observe.rundata import find_recorded_account, split_into_lives
 from headrace.wings.view.run import LIVING, OpenRun
 
 MOST_POINTS = 2000
@@ -81,9 +81,9 @@ def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
 
 def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
     """Return the same columns as :func:`series`, for any number of names, with at most ``most`` points each."""
-    recorded_lives = lives(run.steps)
+    recorded_lives = split_into_lives(run.steps)
     steps = _thinned([step for life in _continued(recorded_lives) for step in life], most)
-    rows = [flat(step) for step in steps]
+    rows = [flatten_metrics(step) for step in steps]
     return {
         "step": [step.version for step in steps],
         "wall_s": [step.wall_s for step in steps],
@@ -117,7 +117,7 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
     the order of the registry."""
     latest: dict[str, float | None] = {}
     for step in _thinned(run.steps, 200):
-        latest.update({name: value for name, value in flat(step).items() if value is not None})
+        latest.update({name: value for name, value in flatten_metrics(step).items() if value is not None})
     rows = {name: found[0] for name in latest if (found := find(name)) is not None}
     order = {row.name: place for place, row in enumerate(REGISTRY)}
     names = sorted(latest, key=lambda name: (order[rows[name].name] if name in rows else len(order), name))
@@ -214,7 +214,7 @@ def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
     if run.summary.tree and not living:
         unknown = dict.fromkeys(OF_TRAINING) if run.summary.tree.get("tokens_trained") == 0 else {}
         return {**from_steps, **run.summary.tree, **unknown}
-    account = recorded_account(run.live.tree)
+    account = find_recorded_account(run.live.tree)
     return from_steps if account is None else {**from_steps, **account.figures()}
 
 

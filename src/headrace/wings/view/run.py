@@ -17,8 +17,8 @@ from headrace.base.types.trace import Span
 from headrace.flow.ledger.browse import Browser, is_written
 from headrace.flow.ledger.opening import LOCK_FILE, REDIS_FILE, SQLITE_FILE, is_locked
 from headrace.learner.disk import Damaged, verify
-from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, evaluations, run_about, run_name
-from headrace.run.observe.rundata import CONFIG_FILE, clock_resets, last_life, note_on_resumption
+from headrace.run.observe import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, describe_run, evaluations, run_name
+from headrace.run.observe.rundata import CONFIG_FILE, count_clock_resets, describe_resumption, find_last_life
 from headrace.wings.view.json_files import JsonFile, Tail
 from headrace.wings.view.lanes import LaneIndex
 from headrace.wings.view.text import DirectoryTokenizer
@@ -82,7 +82,7 @@ class OpenRun:
     @property
     def about(self) -> str:
         """Return a line for display with the model, the dataset and the reward of the run."""
-        return run_about(self.config.tree)
+        return describe_run(self.config.tree)
 
     @property
     def steps(self) -> list[StepRecord]:
@@ -121,7 +121,7 @@ class OpenRun:
         """Return a context with an up-to-date index of the run's spans, which record what each part did between two
         moments. The index does not change within the context."""
         with self._lock:
-            resets = clock_resets(self.steps)
+            resets = count_clock_resets(self.steps)
             if resets != self._resets:
                 self._resets, self._lanes = resets, LaneIndex(resets)
                 self._trace = Tail(self.directory / TRACE_FILE, Span)
@@ -159,7 +159,7 @@ class OpenRun:
             "phase": str(status.get("phase") or "") if living else "",
             "cause": "" if living else str(summary.get("cause") or ""),
             "steps_done": steps[-1].version if steps else 0,
-            "steps_of_last_life": len(last_life(steps)),
+            "steps_of_last_life": len(find_last_life(steps)),
             "steps_total": total if isinstance(total, int) else None,
             "written_s": status.get("written_s"),
         }
@@ -180,7 +180,7 @@ class OpenRun:
         with self.lanes():
             notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
         notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
-        notes += [self._clock_skew_note(), note_on_resumption(self.steps)]
+        notes += [self._clock_skew_note(), describe_resumption(self.steps)]
         if self.config.tree:
             try:
                 verify(self.directory, [CONFIG_FILE])

@@ -13,7 +13,7 @@ import numpy as np
 
 from headrace.base.errors import DataError
 from headrace.base.types.observation import Account, StepRecord
-from headrace.run.observe.rundata import lives, recorded_account
+from headrace.run.observe.rundata import find_recorded_account, split_into_lives
 from headrace.wings.view.lanes import Column, LaneIndex
 from headrace.wings.view.run import OpenRun
 
@@ -88,7 +88,7 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
             raise DataError(f"the window from {start!r} to {end!r} is empty", remedy="give two moments that rise")
         edges_B = np.linspace(*window, min(MOST_BINS, max(10, int(_moment(bins, 600.0)))) + 1)
         shown = lanes.window(clock.back(edges_B))
-        account = recorded_account(run.summary.tree) or recorded_account(run.live.tree)
+        account = find_recorded_account(run.summary.tree) or find_recorded_account(run.live.tree)
         pieces = clock.pieces(*window)
         length = sum(last - first for first, last in pieces) or 1.0
         for lane in shown:
@@ -122,7 +122,7 @@ def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tu
     """Return the steps of every life, each with the moment of its end on the monotonic clock of ``lanes``."""
     found: list[list[tuple[float, StepRecord]]] = []
     resets, before_s = 0, -np.inf
-    for life in lives(steps):
+    for life in split_into_lives(steps):
         resets += life[0].clock_s < before_s
         before_s = life[-1].clock_s
         moved_s = lanes.moved_s[min(resets, len(lanes.moved_s) - 1)]

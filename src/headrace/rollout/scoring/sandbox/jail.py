@@ -29,10 +29,10 @@ _DEFAULT_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGPIPE", "SIGXFS
 Order = dict[str, Any]
 
 
-def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> None:
-    """Install the guard ``name`` by calling ``put_up``. If the kernel refuses it, store the cause in ``missing``."""
+def guard(missing: dict[str, str], name: str, install: Callable[[], None]) -> None:
+    """Install the guard ``name`` by calling ``install``. If the kernel refuses it, store the cause in ``missing``."""
     try:
-        put_up()
+        install()
     except OSError as error:
         missing[name] = str(error)
 
@@ -63,7 +63,7 @@ class Jail:
         """Build a file system with /tmp, /dev, /proc and the readable paths, and make it the root, read-only."""
         root, disk = self.order["scratch"], self.order["limits"]["disk_bytes"]
         no_privileges = kernel.NO_SUID | kernel.NO_DEVICES
-        own_mounts()
+        enter_mount_namespace()
         kernel.mount("tmpfs", root, "tmpfs", no_privileges, "size=1m,mode=755")
         os.makedirs(f"{root}/tmp")
         options = f"size={disk},nr_inodes={max(64, disk >> 14)},mode=1777"
@@ -125,7 +125,7 @@ class Jail:
         guard(self.missing, "system calls", partial(kernel.filter_calls, loopback=self.order.get("loopback", False)))
 
 
-def own_mounts() -> None:
+def enter_mount_namespace() -> None:
     """Enter a new mount namespace with the same mounts. Changes in it are not visible outside."""
     kernel.unshare(kernel.NEW_MOUNTS)
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
@@ -147,7 +147,7 @@ def bind(path: str, target: str) -> None:
     kernel.mount(path, target, flags=kernel.BIND | kernel.RECURSIVE)
 
 
-def give_input(data: bytes) -> None:
+def set_stdin(data: bytes) -> None:
     """Make ``data`` the standard input of this process. A command that it executes inherits the input."""
     descriptor = os.memfd_create("stdin")
     os.write(descriptor, data)

@@ -49,12 +49,12 @@ if sys.platform == "linux":
     _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
-def _check_result(result: int, what: str) -> int:
-    """Return the result of a system call. Raises ``OSError`` if it is negative; ``what`` names the call in the
+def _check_result(result: int, call: str) -> int:
+    """Return the result of a system call. Raises ``OSError`` if it is negative; ``call`` names the call in the
     error."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
     return result
 
 

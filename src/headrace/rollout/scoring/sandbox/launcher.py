@@ -59,7 +59,7 @@ def write_record(descriptor: int, record: Order) -> None:
 
 class CommandSupervisor:
     """A supervisor of one command, from its start to the end of the last process that it has started. The launcher
-    creates one per order, and calls :meth:`prepare`, :meth:`start` and :meth:`watch`, one after the other."""
+    creates one per order, and calls :meth:`prepare`, :meth:`start` and :meth:`watch` in this order."""
 
     def __init__(self, order: Order) -> None:
         """Create a supervisor for the command of ``order``. Its processes send records to the launcher through a
@@ -71,9 +71,12 @@ class CommandSupervisor:
         guards."""
         self.has_pids = False
         """Whether the command runs in a PID namespace of its own."""
-        self._unread = b""
+        self._incomplete_line = b""
+        """The beginning of a record whose end has not arrived."""
         self._group = f"{processes.GROUP}{os.getpid()}"
+        """The name of the control group of the command's processes."""
         self._read, self._write = os.pipe()
+        """The pipe through which the processes of the command send records to the launcher."""
 
     def prepare(self) -> None:
         """Create the namespaces that the command will run in. A namespace that the kernel refuses is recorded as a
@@ -119,7 +122,7 @@ class CommandSupervisor:
         if self.jailed:
             isolation.enter()
         elif self.has_pids:
-            jail.own_mounts()  # the same mounts as before, except for /proc
+            jail.enter_mount_namespace()  # the same mounts as before, except for /proc
             jail.mount_proc("/proc")
             self._bound_processes()
         command = os.fork()
@@ -135,8 +138,8 @@ class CommandSupervisor:
     def _bound_processes(self) -> None:
         """Set limits that the kernel enforces, against commands that fork faster than the launcher can count."""
         limit = THREADS_EACH * self.order["limits"]["processes"]
-        processes.bound_numbers(limit)
-        processes.join_group(self._group, limit)
+        processes.limit_process_ids(limit)
+        processes.enter_control_group(self._group, limit)
         if os.getuid() != 0:  # the kernel does not apply this limit to root
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
@@ -146,7 +149,7 @@ class CommandSupervisor:
         argv = self.order["argv"]
         try:
             if self.jailed:
-                jail.give_input(base64.b64decode(self.order["stdin"]))
+                jail.set_stdin(base64.b64decode(self.order["stdin"]))
                 isolation.lock()
                 write_record(self._write, {"missing": isolation.missing})
                 os.execve(argv[0], argv, self.order["env"])
@@ -157,20 +160,20 @@ class CommandSupervisor:
             os._exit(127)
 
     def watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
-        """Watch the command until the init process has ended or a limit is exceeded, then kill all remaining processes.
-        ``others`` maps file descriptors to functions. A function is called when its descriptor is readable, and returns
-        whether to continue."""
-        processes.watch_ahead()
+        """Watch the command until the init process ``init_pid`` has ended or a limit is exceeded, then kill all
+        remaining processes. ``others`` maps file descriptors to functions. A function is called when its descriptor is
+        readable, and returns whether to continue."""
+        processes.raise_priority()
         try:
             self._watch(init_pid, others)
         finally:
-            processes.end_all(init_pid)
-            processes.leave_group(self._group)
+            processes.kill_all(init_pid)
+            processes.remove_control_groups(self._group)
         self._read_records()
 
     def _watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
-        """Wait until the init process ends, a limit is exceeded, or a function of ``others`` returns ``False``. Record
-        the reason in the report."""
+        """Wait until the init process ``init_pid`` ends, a limit is exceeded, or a function of ``others`` returns
+        ``False``. Record the reason in the report."""
         ended = os.pidfd_open(init_pid)
         poll = select.poll()
         for descriptor in (ended, *others):
@@ -192,8 +195,8 @@ class CommandSupervisor:
         the report."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read, PIPE_BYTES):
-                self._unread += data
-        *lines, self._unread = self._unread.split(b"\n")
+                self._incomplete_line += data
+        *lines, self._incomplete_line = self._incomplete_line.split(b"\n")
         for line in lines:
             record = json.loads(line)
             self.report["missing"].update(record.pop("missing", {}))
@@ -208,7 +211,7 @@ class CommandSupervisor:
             return "processes"
         resident = {pid: processes.resident_bytes(pid) for pid in pids}
         if sum(resident.values()) > limits["memory_bytes"]:
-            resident = {pid: processes.proportional_bytes(pid, limit) for pid, limit in resident.items()}
+            resident = {pid: processes.proportional_bytes(pid, size) for pid, size in resident.items()}
         if sum(resident.values()) > limits["memory_bytes"]:
             return "memory"
         if "files" in self.report["missing"] and processes.disk_bytes(self.order["scratch"]) > limits["disk_bytes"]:
@@ -221,7 +224,7 @@ def _check_own_proc() -> None:
     only the namespace. This runs in a forked process."""
     if os.getuid() != 0:
         _enter_user_namespace()
-    jail.own_mounts()
+    jail.enter_mount_namespace()
     kernel.unshare(kernel.NEW_PIDS)
     if not processes.succeeds(lambda: jail.mount_proc("/proc")):
         raise OSError("/proc cannot be mounted")
@@ -236,7 +239,7 @@ def _enter_user_namespace() -> None:
             file.write(text)
 
 
-def jailed() -> None:
+def run_jailed() -> None:
     """Run one jailed command: read the order from standard input, watch the command until it ends, and write the result
     to the file descriptor ``report`` of the order."""
     size = int.from_bytes(os.read(0, 8), "big")
@@ -263,10 +266,10 @@ def _exit_without_caller() -> bytes:
     raise SystemExit("the caller is gone")
 
 
-def kept(order: Order) -> None:
+def run_kept(order: Order) -> None:
     """Run the order's command in place of this program. Its output is copied to the log up to a limit, and its exit
     status becomes the exit status of this process."""
-    die_with_line(order["line"])
+    die_with_lifeline(order["line"])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     output, write_end = os.pipe()
     supervisor = CommandSupervisor(order)
@@ -299,14 +302,14 @@ def kept(order: Order) -> None:
         write_all(log, f"killed: it went beyond its limit of {supervisor.report['reason']}\n".encode())
     if "error" in supervisor.report:
         write_all(log, supervisor.report["error"].encode() + b"\n")
-    end_as(int(supervisor.report.get("status", -signal.SIGKILL)))
+    exit_with_status(int(supervisor.report.get("status", -signal.SIGKILL)))
 
 
-def die_with_line(line: int) -> None:
-    """Make the kernel kill this process group when the other end of the pipe ``line`` is closed."""
-    fcntl.fcntl(line, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
+def die_with_lifeline(lifeline: int) -> None:
+    """Make the kernel kill this process group when the other end of the pipe ``lifeline`` is closed."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -316,7 +319,7 @@ def write_all(descriptor: int, data: bytes) -> None:
             data = data[os.write(descriptor, data) :]
 
 
-def end_as(status: int) -> None:
+def exit_with_status(status: int) -> None:
     """End this process with the status of the command: with the exit code ``status``, or by the signal ``-status`` if
     it is negative."""
     if status >= 0:
@@ -329,6 +332,6 @@ def end_as(status: int) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        kept(json.loads(sys.argv[1]))
+        run_kept(json.loads(sys.argv[1]))
     else:
-        jailed()
+        run_jailed()

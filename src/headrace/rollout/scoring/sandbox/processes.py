@@ -15,35 +15,36 @@ RESERVED_PIDS = 300
 """The number of lowest process ids. A PID namespace does not use them again."""
 
 
-def bound_numbers(most: int) -> None:
-    """Limit the processes and threads of the current PID namespace, whose /proc must be mounted, to about ``most``.
+def limit_process_ids(limit: int) -> None:
+    """Limit the processes and threads of the current PID namespace, whose /proc must be mounted, to about ``limit``.
     Before Linux 6.14 the limit would apply to the whole machine, so nothing is done."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if release >= (6, 14):
         with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
-            file.write(str(RESERVED_PIDS + most))
+            file.write(str(RESERVED_PIDS + limit))
 
 
-def join_group(name: str, most: int) -> None:
-    """Move this process, and with it all processes that it will start, into a control group of at most ``most``
-    processes and threads. Nothing happens if no control group can be created."""
+def enter_control_group(name: str, limit: int) -> None:
+    """Move this process, and with it all processes that it will start, into the new control group ``name`` of at most
+    ``limit`` processes and threads. Nothing happens if no control group can be created."""
     for group in _groups(name):
         with contextlib.suppress(OSError):
             os.makedirs(group, exist_ok=True)
-            _write(f"{group}/pids.max", str(most))
+            _write(f"{group}/pids.max", str(limit))
             _write(f"{group}/cgroup.procs", "0")
             return
 
 
-def leave_group(name: str) -> None:
+def remove_control_groups(name: str) -> None:
     """Remove the control group ``name``, whose processes have ended, and control groups that were left behind when the
     process that created them was killed."""
     for group in _groups(name):
         folder = os.path.dirname(group)
-        names = [other for other in os.listdir(folder) if other.startswith(GROUP)]
-        for other in [name, *(other for other in names if not os.path.exists(f"/proc/{other[len(GROUP) :]}"))]:
+        names = [entry for entry in os.listdir(folder) if entry.startswith(GROUP)]
+        abandoned = [entry for entry in names if not os.path.exists(f"/proc/{entry[len(GROUP) :]}")]
+        for removed in [name, *abandoned]:
             with contextlib.suppress(OSError):  # the kernel keeps groups that still have processes
-                os.rmdir(f"{folder}/{other}")
+                os.rmdir(f"{folder}/{removed}")
 
 
 def _groups(name: str) -> list[str]:
@@ -75,7 +76,7 @@ def _write(path: str, text: str) -> None:
         os.close(descriptor)
 
 
-def watch_ahead() -> None:
+def raise_priority() -> None:
     """Give this process a higher scheduling priority than the processes that it watches, if the system allows it. Child
     processes do not inherit the priority."""
     with contextlib.suppress(OSError):
@@ -121,14 +122,14 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def proportional_bytes(pid: int, most: int) -> int:
+def proportional_bytes(pid: int, default: int) -> int:
     """Return the memory of a process in bytes, in which each shared page is divided by the number of its users (PSS);
-    ``most`` if it cannot be read."""
+    ``default`` if it cannot be read."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-            return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), most)
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), default)
     except OSError:
-        return most
+        return default
 
 
 def disk_bytes(directory: str) -> int:
@@ -141,11 +142,11 @@ def disk_bytes(directory: str) -> int:
     return total
 
 
-def end_all(first: int) -> None:
-    """Kill the init process, whose process id is ``first``, and wait for it; all processes of its PID namespace end
+def kill_all(init_pid: int) -> None:
+    """Kill the init process, whose process id is ``init_pid``, and wait for it; all processes of its PID namespace end
     with it. Without a namespace, its descendants become children of this process, and are killed until none is left."""
     with contextlib.suppress(ProcessLookupError):
-        os.kill(first, signal.SIGKILL)
+        os.kill(init_pid, signal.SIGKILL)
     while True:
         for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):

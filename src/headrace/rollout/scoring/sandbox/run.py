@@ -26,7 +26,7 @@ LAUNCHER = Path(__file__).with_name("launcher.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """System folders that can be read in the sandbox."""
 DETAILS = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
-"""Further files and folders that can be read in the sandbox."""
+"""Other files and folders that can be read in the sandbox."""
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
@@ -53,9 +53,10 @@ def run(
     """Run the command ``argv`` and wait until it and all processes that it has started have ended. The call blocks; in
     asynchronous code, use ``asyncio.to_thread``.
 
-    ``argv[0]`` is the absolute path of a program. ``files`` maps plain names to contents; the files are written into
-    the working directory, which is the only writable directory. Only system folders, this Python and the paths in
-    ``readable`` can be read. The command inherits no environment variables of this process. Raises
+    ``argv[0]`` is the absolute path of a program. ``stdin`` is its standard input. ``files`` maps plain names to
+    contents; the files are written into the working directory, which is the only writable directory. Only system
+    folders, this Python and the paths in ``readable`` can be read. The command inherits no environment variables of
+    this process. ``limits`` are the limits of the run; ``None`` means the defaults. Raises
     :class:`~headrace.base.errors.ConfigError` for invalid arguments. Failures of the program are part of the result.
 
     >>> run(["/bin/sh", "-c", "cat note; echo $HOME"], files={"note": "hi "}).stdout
@@ -85,7 +86,7 @@ def run_python(
     limits: SandboxLimits | None = None,
 ) -> Finished:
     """Run ``code`` as a Python program with this interpreter, in isolated mode, and return the result. Installed
-    packages can be imported. For the other arguments see :func:`run`.
+    packages can be imported. ``stdin``, ``files`` and ``limits`` are those of :func:`run`.
 
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
@@ -116,12 +117,12 @@ def _encode_base64(content: str | bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def readable_paths(more: Sequence[str]) -> list[str]:
+def readable_paths(additional: Sequence[str]) -> list[str]:
     """Return the folders and files that can be read in a sandbox: the paths of the system and of this Python, and
-    ``more``. No path in the list is below another path in it."""
+    ``additional``. No path in the list is below another path in it."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
     paths: list[str] = []
-    for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
+    for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *additional)):
         if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in paths):
             paths.append(path)
     return paths
@@ -131,7 +132,8 @@ class _RunningLauncher:
     """The launcher process of one run, which starts and watches the command, and the command's output so far."""
 
     def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
-        """Start the launcher process and send it ``order``, the description of the run."""
+        """Start the launcher process and send it ``order``, the description of the run. ``limits`` are the limits that
+        this process enforces: the wall-clock time and the size of the output."""
         self._limits = limits
         report, write_end = os.pipe()
         try:
@@ -146,9 +148,11 @@ class _RunningLauncher:
         finally:
             os.close(write_end)
         self._report = os.fdopen(report, "rb")
+        """The read end of the pipe through which the launcher reports the result."""
         assert self._launcher.stdout is not None
         assert self._launcher.stderr is not None
         self._output = {self._launcher.stdout: bytearray(), self._launcher.stderr: bytearray()}
+        """The data that was read so far, by stream."""
         order["report"] = write_end
         self._send(json.dumps(order).encode())
 
@@ -178,12 +182,12 @@ class _RunningLauncher:
         """Read the output until the command and all its processes have ended, or a limit is exceeded. Return the limit
         for which the run must be killed, or ``None`` if it has ended by itself."""
         clock = RealClock()
-        until_s = clock.now() + self._limits.wall_s
+        deadline_s = clock.now() + self._limits.wall_s
         with selectors.DefaultSelector() as selector:
             for stream in (*self._output, self._report):
                 selector.register(stream, selectors.EVENT_READ)
             while True:
-                left_s = until_s - clock.now()
+                left_s = deadline_s - clock.now()
                 if left_s <= 0:
                     return Reason.WALL_TIME
                 ready: list[Any] = [key.fileobj for key, _ in selector.select(left_s)]
@@ -249,13 +253,14 @@ class _RunningLauncher:
         elif status >= 0:
             change = {"exit_code": status}
         else:
-            change = {"reason": by_signal(-status, finished.cpu_s, self._limits), "signal": -status}
+            change = {"reason": reason_for_signal(-status, finished.cpu_s, self._limits), "signal": -status}
         return msgspec.structs.replace(finished, **change)
 
 
-def by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
-    """Return the reason for a run that ended by signal ``number``. The kernel also uses a signal to enforce the limit
-    of processor time."""
+def reason_for_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
+    """Return the reason to report for a run that signal ``number`` has ended. ``cpu_s`` is the processor time of the
+    command in seconds, and ``limits`` are the limits of the run: if the kernel has sent the signal because the
+    processor time was used up, the reason is ``CPU_TIME``, and otherwise ``SIGNALLED``."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Reason.CPU_TIME
     return Reason.SIGNALLED

@@ -75,14 +75,15 @@ class Lasting:
     def __init__(self, problem_in: Callable[[Numbers], str], *, patience: int) -> None:
         """Create the alarm. ``problem_in`` returns the problem in the metrics of a step, in words; an empty string for
         a step without the problem. ``patience`` is a number of steps, at least 1."""
-        self._problem_in = problem_in
+        self._find_problem = problem_in
         self._patience = patience
         self._num_in_row = 0
+        """The number of the last steps in a row that had the problem."""
 
     def step(self, numbers: Numbers) -> str:
         """Return the problem in the metrics of this step if it is the ``patience``-th step in a row with the problem,
         else an empty string."""
-        words = self._problem_in(numbers)
+        words = self._find_problem(numbers)
         self._num_in_row = self._num_in_row + 1 if words else 0
         return words if self._num_in_row == self._patience else ""
 
@@ -98,8 +99,9 @@ class Now:
     def __init__(self, problem_in: Callable[[Moment], str]) -> None:
         """Create the alarm. ``problem_in`` returns the problem in the present state, in words; an empty string for a
         state without the problem."""
-        self._problem_in = problem_in
+        self._find_problem = problem_in
         self._had_problem = False
+        """Whether the last state had the problem."""
 
     def step(self, numbers: Numbers) -> str:
         """Return an empty string: this alarm does not read the metrics of steps."""
@@ -107,7 +109,7 @@ class Now:
 
     def moment(self, now: Moment) -> str:
         """Return the problem in the present state if the state before did not have it, else an empty string."""
-        words, had_problem = self._problem_in(now), self._had_problem
+        words, had_problem = self._find_problem(now), self._had_problem
         self._had_problem = bool(words)
         return "" if had_problem else words
 
@@ -120,18 +122,19 @@ class Baseline:
         """Start without a baseline for the metric ``name``; its first ``num`` values will make it."""
         self._name = name
         self._num = num
-        self._first: list[float] = []
+        self._first_values: list[float] = []
+        """The values of the metric in the first steps, whose median is the baseline."""
 
     def __call__(self, numbers: Numbers) -> tuple[float, float] | None:
-        """Return the value of the metric in this step and the baseline, its median over the first steps; ``None`` where
+        """Return the value of the metric in this step and the baseline, its median over the first steps; ``None`` if
         the step lacks the metric, and while the baseline is still being measured."""
         value = numbers.get(self._name)
         if value is None:
             return None
-        if len(self._first) < self._num:
-            self._first.append(value)
+        if len(self._first_values) < self._num:
+            self._first_values.append(value)
             return None
-        return value, median(self._first)
+        return value, median(self._first_values)
 
 
 OWN = ("entropy", "zero_variance", "rewards", "kl", "mismatch", "length", "repetition", "stall", "disk")
@@ -158,22 +161,22 @@ class AlarmsConfig(Section):
     """The number of steps at the beginning of a run whose median entropy, length and repetition are the baseline for
     later steps."""
     entropy_frac: float = Field(default=0.1, gt=0, lt=1)
-    """``entropy`` goes off where the mean entropy is below this fraction of the baseline."""
+    """``entropy`` goes off if the mean entropy is below this fraction of the baseline."""
     zero_variance_frac: float = Field(default=0.9, gt=0, le=1)
-    """``zero_variance`` goes off where at least this fraction of the groups has equal rewards."""
+    """``zero_variance`` goes off if at least this fraction of the groups has equal rewards."""
     max_reward_failed: float = Field(default=0.1, ge=0, lt=1)
-    """``rewards`` goes off where more than this fraction of the calls of a reward component has failed."""
+    """``rewards`` goes off if more than this fraction of the calls of a reward component has failed."""
     max_kl: float = Field(default=0.5, gt=0)
-    """``kl`` goes off where KL(μ‖π) by k3 over the batch, or KL(π‖π_ref), is above this, in nats per token."""
+    """``kl`` goes off if KL(μ‖π) by k3 over the batch, or KL(π‖π_ref), is above this, in nats per token."""
     max_mismatch: float = Field(default=0.01, gt=0)
-    """``mismatch`` goes off where KL between engine and learner over fresh tokens is above this, in nats per token.
-    About 0.0004 is usual, 0.0015 in a mixture of experts without replay; a run with 0.013 has collapsed."""
+    """``mismatch`` goes off if KL between engine and learner over fresh tokens is above this, in nats per token. About
+    0.0004 is usual, 0.0015 in a mixture of experts without replay; a run with 0.013 has collapsed."""
     length_times: float = Field(default=3.0, gt=1)
-    """``length`` goes off where episodes are this many times as long as the baseline."""
+    """``length`` goes off if episodes are this many times as long as the baseline."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
-    """``repetition`` goes off where this fraction of 4-grams occurred earlier in the same episode, and it is at
-    least twice the baseline."""
+    """``repetition`` goes off if this fraction of 4-grams occurred earlier in the same episode, and it is at least
+    twice the baseline."""
     stall_s: float = Field(default=120.0, gt=0)
-    """``stall`` goes off where no step has ended for this many seconds and for five times the usual step."""
+    """``stall`` goes off if no step has ended for this many seconds and for five times the usual step."""
     min_free_gb: float = Field(default=1.0, ge=0)
-    """``disk`` goes off where fewer gigabytes than this are free on the disk of the run directory."""
+    """``disk`` goes off if fewer gigabytes than this are free on the disk of the run directory."""

@@ -29,7 +29,7 @@ from headrace.run.observe.alarms.base import (
     Numbers,
     Raised,
 )
-from headrace.run.observe.metrics import flat
+from headrace.run.observe.metrics import flatten_metrics
 from headrace.run.observe.words import duration, number
 
 
@@ -44,9 +44,9 @@ class AlarmRow:
     """The advice to the user when the alarm goes off."""
 
 
-def _entropy_alarm(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``entropy``, which goes off when the policy's entropy stays below a fraction of its baseline:
-    such a policy explores no longer."""
+def _make_entropy_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``entropy`` with the thresholds in ``config``, which goes off when the policy's entropy stays
+    below a fraction of its baseline: such a policy explores no longer."""
     baseline = Baseline("entropy", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
@@ -60,20 +60,20 @@ def _entropy_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _zero_variance_alarm(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``zero_variance``, which goes off when too many groups have equal rewards for all their
-    episodes: their advantages are 0, and nothing is learned from them."""
+def _make_zero_variance_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``zero_variance`` with the thresholds in ``config``, which goes off when too many groups have
+    equal rewards for all their episodes: their advantages are 0, and nothing is learned from them."""
 
     lowest = math.inf
 
     def problem(numbers: Numbers) -> str:
         """Return a sentence if too many groups have equal rewards, unless nearly all tasks are solved: at least nine in
-        ten episodes have the greatest reward, and an episode of this or an earlier step had a lower reward."""
+        ten episodes have the largest reward, and an episode of this or an earlier step had a lower reward."""
         nonlocal lowest
         share = numbers.get("zero_variance_frac", 0.0)
-        least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
-        lowest = min(lowest, math.inf if least is None else least)
-        nearly_solved = most is not None and tenth == most > lowest
+        minimum, tenth, maximum = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
+        lowest = min(lowest, math.inf if minimum is None else minimum)
+        nearly_solved = maximum is not None and tenth == maximum > lowest
         if share < config.zero_variance_frac or nearly_solved:
             return ""
         return f"in {share:.0%} of the groups all rewards are equal"
@@ -81,7 +81,7 @@ def _zero_variance_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _rewards_alarm(config: AlarmsConfig) -> Alarm:
+def _make_rewards_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``rewards``, which goes off when the calls of a reward component fail too often. The metric
     ``reward_failed/COMPONENT`` is the fraction of failed calls."""
     prefix = "reward_failed/"
@@ -96,7 +96,7 @@ def _rewards_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _kl_alarm(config: AlarmsConfig) -> Alarm:
+def _make_kl_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``kl``, which goes off when the KL divergence, in nats per token, of the trained policy π from
     μ, the distribution that sampled its tokens, or from the reference π_ref is large."""
 
@@ -109,7 +109,7 @@ def _kl_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _mismatch_alarm(config: AlarmsConfig) -> Alarm:
+def _make_mismatch_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``mismatch``, which goes off when engine and learner compute different logprobs for fresh
     tokens, which the learner's present weights have sampled."""
 
@@ -124,7 +124,7 @@ def _mismatch_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _length_alarm(config: AlarmsConfig) -> Alarm:
+def _make_length_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``length``, which goes off when episodes have many times as many sampled tokens as at the
     beginning of the run."""
     baseline = Baseline("length_mean", config.baseline_steps)
@@ -140,7 +140,7 @@ def _length_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _repetition_alarm(config: AlarmsConfig) -> Alarm:
+def _make_repetition_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``repetition``, which goes off when too many 4-grams (four tokens in a row) of an episode have
     occurred earlier in the same episode."""
     baseline = Baseline("repetition", config.baseline_steps)
@@ -156,8 +156,9 @@ def _repetition_alarm(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _stall_alarm(config: AlarmsConfig) -> Alarm:
-    """Return the alarm ``stall``, which goes off when the run is training and no step has ended for a long time."""
+def _make_stall_alarm(config: AlarmsConfig) -> Alarm:
+    """Return the alarm ``stall`` with the thresholds in ``config``, which goes off when the run is training and no step
+    has ended for a long time."""
     ends_s: list[float] = []  # the times at which the last steps ended, in seconds since the start of the run
     steps = 0
 
@@ -178,13 +179,13 @@ def _stall_alarm(config: AlarmsConfig) -> Alarm:
         if still_s < max(config.stall_s, 5 * usual_s):
             return ""
         waits = [wait for wait in state.waits if wait.state == "waiting" and wait.loop == "learner"]
-        what = f"; the learner waits for {waits[0].what}, which {waits[0].unblocked_by} brings" if waits else ""
-        return f"no step has ended for {duration(still_s)}{what}"
+        cause = f"; the learner waits for {waits[0].what}, which {waits[0].unblocked_by} brings" if waits else ""
+        return f"no step has ended for {duration(still_s)}{cause}"
 
     return Now(problem)
 
 
-def _disk_alarm(config: AlarmsConfig) -> Alarm:
+def _make_disk_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``disk``, which goes off when the disk of the run directory is nearly full."""
 
     def problem(now: Moment) -> str:
@@ -197,44 +198,44 @@ def _disk_alarm(config: AlarmsConfig) -> Alarm:
 
 ALARMS: Mapping[str, AlarmRow] = {
     "entropy": AlarmRow(
-        make=_entropy_alarm,
+        make=_make_entropy_alarm,
         advice="The policy has stopped exploring: raise algo.loss.clip_high or engine.temperature, lower learner.lr, "
         "or add a penalty (algo.loss.kl_coef).",
     ),
     "zero_variance": AlarmRow(
-        make=_zero_variance_alarm,
+        make=_make_zero_variance_alarm,
         advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
         "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
     ),
     "rewards": AlarmRow(
-        make=_rewards_alarm,
+        make=_make_rewards_alarm,
         advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; fix what it "
         "calls, or raise its retries or timeout_s.",
     ),
     "kl": AlarmRow(
-        make=_kl_alarm,
+        make=_make_kl_alarm,
         advice="The policy moves far from what sampled its tokens: lower learner.lr or flow.max_age, or clip harder.",
     ),
     "mismatch": AlarmRow(
-        make=_mismatch_alarm,
+        make=_make_mismatch_alarm,
         advice="Compare the numbers of engine and learner: model.dtype, engine.kernels, learner.keep_routing and "
         "learner.keep_sampling_mask; a correction (algo.correction) hides it, and does not heal it.",
     ),
     "length": AlarmRow(
-        make=_length_alarm,
+        make=_make_length_alarm,
         advice="Read some completions: a reward may pay for length. Add a length penalty, or lower "
         "engine.max_new_tokens.",
     ),
     "repetition": AlarmRow(
-        make=_repetition_alarm,
+        make=_make_repetition_alarm,
         advice="Read some completions: a reward may pay for loops. Lower learner.lr, or add a penalty to the reward.",
     ),
     "stall": AlarmRow(
-        make=_stall_alarm,
+        make=_make_stall_alarm,
         advice="headrace status says who waits for whom; the logs of the parts are in logs/ of the run directory.",
     ),
     "disk": AlarmRow(
-        make=_disk_alarm,
+        make=_make_disk_alarm,
         advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
     ),
 }
@@ -254,11 +255,12 @@ class AlarmWatch:
         self._on_alarm = on_alarm
         self._rows = {name: row for name, row in ALARMS.items() if name not in config.off}
         self._rows |= {name: OFFERED.load(name) for name in config.on}
+        """The kinds of the alarms that are switched on, by name."""
         self._alarms = {name: row.make(config) for name, row in self._rows.items()}
 
     def step(self, record: StepRecord) -> None:
         """Check the alarms on the metrics of a step that has ended, and report the alarms that go off."""
-        numbers = flat(record)
+        numbers = flatten_metrics(record)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.step(numbers))
 

@@ -19,8 +19,8 @@ import msgspec
 from headrace.base.clock import off_loop
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.episode import EpisodeGraph
-from headrace.run.observe.pages.episode import Decode, episode_page
-from headrace.run.observe.pages.index import AttemptSummary, Figure, index_page
+from headrace.run.observe.pages.episode import Decode, make_episode_page
+from headrace.run.observe.pages.index import AttemptSummary, Figure, make_index_page
 
 PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
 """The names in the directory: the folder of the pages, the file of lines, and the index."""
@@ -37,7 +37,7 @@ class PageInputs:
     decode: Decode
     """The function from token ids to text, special tokens included."""
     max_pages: int
-    """The largest number of episodes that get a page: the first attempts at all tasks come first, then the second
+    """The maximum number of episodes that get a page: the first attempts at all tasks come first, then the second
     attempts, and so on."""
 
 
@@ -45,27 +45,29 @@ class PageWriter:
     """The writer of the directory of one evaluation: it writes each episode when the episode has ended, and the index
     at the end. All methods are called from one event loop; :meth:`keep` writes in a thread.
 
-    Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. The constructor
+    Every method raises :class:`~headrace.base.errors.RunError` if the directory cannot be written. The constructor
     raises :class:`~headrace.base.errors.ConfigError` for a directory that holds an evaluation already.
     """
 
-    def __init__(self, directory: Path, shown: PageInputs) -> None:
-        """Create ``directory``, where it is missing, with an empty file of lines. ``shown`` contains the tasks and the
+    def __init__(self, directory: Path, inputs: PageInputs) -> None:
+        """Create ``directory``, if it is missing, with an empty file of lines. ``inputs`` contains the tasks and the
         number of episodes that get a page."""
         self._directory = directory
-        self._shown = shown
+        self._inputs = inputs
         self._attempts: dict[tuple[int, int], AttemptSummary] = {}
+        """The entries of the attempts that have ended, by the numbers of the task and of the attempt."""
         if (directory / LINES).exists():
             raise ConfigError(f"{directory} holds an evaluation already", remedy="choose another directory")
         self._write_or_raise(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
         self._write_or_raise(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
-        """Write the line of an episode that has ended and, if the episode is among the first ``max_pages``, its page;
-        also store its reward for the index. The files are written in a thread, so that other episodes continue."""
+        """Write the line of ``episode``, which has ended, and, if the episode is among the first ``max_pages``, its
+        page; also store its reward for the index. The files are written in a thread, so that other episodes
+        continue."""
         task, attempt = episode.key
-        order = attempt * len(self._shown.rows) + task
-        page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
+        order = attempt * len(self._inputs.rows) + task
+        page = f"{PAGES}/{task}-{attempt}.html" if order < self._inputs.max_pages else ""
         self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
         await off_loop(partial(self._write_or_raise, partial(self._write_episode, episode, page)))
 
@@ -74,19 +76,19 @@ class PageWriter:
         are the results, and ``notes`` are the warnings of the evaluation, shown above the results."""
         tasks = [
             [
-                self._attempts[task, place]
-                for place in range(self._shown.num_attempts)
-                if (task, place) in self._attempts
+                self._attempts[task, attempt]
+                for attempt in range(self._inputs.num_attempts)
+                if (task, attempt) in self._attempts
             ]
-            for task in range(len(self._shown.rows))
+            for task in range(len(self._inputs.rows))
         ]
         index = self._directory / INDEX
-        self._write_or_raise(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
+        self._write_or_raise(lambda: index.write_text(make_index_page(title, figures, notes, tasks), encoding="utf-8"))
         return index
 
     def _write_episode(self, episode: EpisodeGraph, page: str) -> None:
-        """Append the line of an episode to ``episodes.jsonl``, and write its page to the path ``page`` in the
-        directory. Where ``page`` is empty, no page is written."""
+        """Append the line of ``episode`` to ``episodes.jsonl``, and write its page to the path ``page`` in the
+        directory. If ``page`` is empty, no page is written."""
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,
@@ -102,8 +104,8 @@ class PageWriter:
         with (self._directory / LINES).open("ab") as file:
             file.write(msgspec.json.encode(line) + b"\n")
         if page:
-            row = dict(self._shown.rows[episode.key.group])
-            (self._directory / page).write_text(episode_page(episode, row, self._shown.decode), encoding="utf-8")
+            row = dict(self._inputs.rows[episode.key.group])
+            (self._directory / page).write_text(make_episode_page(episode, row, self._inputs.decode), encoding="utf-8")
 
     def _write_or_raise(self, write: Callable[[], object]) -> None:
         """Call ``write``, which writes to the disk. Raises :class:`~headrace.base.errors.RunError` if ``write`` raises

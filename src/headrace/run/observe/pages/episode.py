@@ -18,10 +18,11 @@ from headrace.run.observe.words import plural
 
 MAX_TOKENS = 50_000
 """The number of tokens of an episode that are shown one by one. Later turns are shown as plain text."""
-_LONGEST_CHARACTER = 8
-"""The largest number of tokens that may encode one character together."""
+_MAX_CHARACTER_TOKENS = 8
+"""The maximum number of tokens that may encode one character together."""
 _LEVELS = ((0.9, ""), (0.5, "l1"), (0.1, "l2"), (0.01, "l3"))
-"""The style class of a token's colour for each least probability, from likely (no colour) to unlikely."""
+"""The style classes of a token's colour, each with the smallest probability for which it is used, from likely (no
+colour) to unlikely."""
 _STEP, _COLUMN = 26, 22
 """The distances in pixels between two turns of the graph, and between two columns."""
 
@@ -29,20 +30,20 @@ Decode = Callable[[Sequence[int]], str]
 """A function from token ids to their text, special tokens included."""
 
 
-def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> str:
-    """Return the whole HTML page of an episode of an evaluation: its figures, the row of its task, the graph of its
-    turns, and the text of each turn. ``decode`` converts token ids to text."""
+def make_episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> str:
+    """Return the whole HTML page of ``episode``, an episode of an evaluation: its figures, the ``row`` of its task, the
+    graph of its turns, and the text of each turn. ``decode`` converts token ids to text."""
     key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
     tokens_left = MAX_TOKENS
     turns: list[str] = []
     for index, turn in enumerate(episode.turns):
-        turns.append(_turn(index, turn, decode, single=tokens_left > 0))
+        turns.append(_format_turn(index, turn, decode, by_token=tokens_left > 0))
         tokens_left -= len(turn.tokens)
     body = [
         f"<p class='brand'><a href='../index.html'>headrace eval</a></p><h1>{text(key)}</h1>",
-        _cards(episode),
+        _format_cards(episode),
         f"<section><h2>Row</h2><pre>{text(_as_json(row), 20_000)}</pre></section>",
-        _graph(episode) if episode.turns else "<section>It has no turns.</section>",
+        _draw_graph(episode) if episode.turns else "<section>It has no turns.</section>",
         *turns,
         "<p class='faint'>Sampled tokens are coloured by how likely they were: none ≥ 90 %, then ≥ 50 %, ≥ 10 %, "
         "≥ 1 %, less. Hold the pointer over one for its number, logprob and version.</p>",
@@ -51,14 +52,14 @@ def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> 
 
 
 def _as_json(row: dict[str, Any]) -> str:
-    """Return ``row``, the data of a task, as indented JSON; where a value has no JSON form, return ``str(row)``."""
+    """Return ``row``, the data of a task, as indented JSON; if a value has no JSON form, return ``str(row)``."""
     try:
         return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
     except (TypeError, ValueError, OverflowError):
         return str(row)
 
 
-def _cards(episode: EpisodeGraph) -> str:
+def _format_cards(episode: EpisodeGraph) -> str:
     """Return the figures at the top of an episode's page as HTML: reward, status, numbers of tokens and turns, parts of
     the reward, and values that reward functions logged."""
     sampled = [turn for turn in episode.turns if turn.stop_reason is not None]
@@ -79,7 +80,7 @@ def _cards(episode: EpisodeGraph) -> str:
     return f"<dl class='cards'>{''.join(shown)}</dl>"
 
 
-def _columns(turns: Sequence[Turn]) -> list[int]:
+def _assign_columns(turns: Sequence[Turn]) -> list[int]:
     """Return for each turn the column of the graph in which it is drawn, from 0. The first turn that continues a parent
     stays in the column of its parent; every other turn, such as a branch, opens a new column."""
     columns: list[int] = []
@@ -95,16 +96,16 @@ def _columns(turns: Sequence[Turn]) -> list[int]:
     return columns
 
 
-def _graph(episode: EpisodeGraph) -> str:
+def _draw_graph(episode: EpisodeGraph) -> str:
     """Return the graph of the turns as an SVG picture in HTML: from top to bottom in the order of the turns, with
     branches side by side. Each point links to the section of its turn. The episode must have a turn."""
-    columns = _columns(episode.turns)
-    places = [(14 + _COLUMN * column, 16 + _STEP * index) for index, column in enumerate(columns)]
+    columns = _assign_columns(episode.turns)
+    points = [(14 + _COLUMN * column, 16 + _STEP * index) for index, column in enumerate(columns)]
     left = 28 + _COLUMN * max(columns)
     lines, marks = [], []
-    for index, (turn, (x, y)) in enumerate(zip(episode.turns, places, strict=True)):
+    for index, (turn, (x, y)) in enumerate(zip(episode.turns, points, strict=True)):
         if turn.parent is not None:
-            x0, y0 = places[turn.parent]
+            x0, y0 = points[turn.parent]
             lines.append(f"<path d='M{x0} {y0} C{x0} {y0 + _STEP}, {x} {y - _STEP}, {x} {y}'/>")
         kind = "sampled" if turn.stop_reason is not None else "given"
         words = f"{index} · {turn.author} · {plural(len(turn.tokens), 'token')}"
@@ -113,7 +114,7 @@ def _graph(episode: EpisodeGraph) -> str:
             f"<a href='#turn-{index}'><circle class='{kind}' cx='{x}' cy='{y}' r='6'/>"
             f"<text x='{left}' y='{y + 5}'>{text(words + earned, 200)}</text></a>"
         )
-    height = 32 + _STEP * (len(places) - 1)
+    height = 32 + _STEP * (len(points) - 1)
     return (
         "<section><h2>Turns</h2><div class='wide'>"
         f"<svg role='img' aria-label='graph of turns' width='{left + 480}' height='{height}'>"
@@ -121,9 +122,10 @@ def _graph(episode: EpisodeGraph) -> str:
     )
 
 
-def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
-    """Return the HTML section of the turn with number ``index``: its author, facts about the turn, and its text. With
-    ``single``, a sampled turn shows each token in the colour of its probability; else the text has no colours."""
+def _format_turn(index: int, turn: Turn, decode: Decode, *, by_token: bool) -> str:
+    """Return the HTML section of ``turn``, which has the number ``index``: its author, facts about it, and its text by
+    ``decode``. With ``by_token``, a sampled turn shows each token in the colour of its probability; else the text has
+    no colours."""
     facts = [plural(len(turn.tokens), "token")]
     facts += [f"continues {turn.parent}"] if turn.parent is not None else []
     facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
@@ -133,36 +135,36 @@ def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
     facts += [f"carries no loss: {turn.untrained}"] if turn.untrained else []
     facts += ["an error"] if turn.failed else []
     ids = turn.tokens.ids_T.tolist()
-    content = "".join(_tokens(turn, decode)) if single and turn.stop_reason is not None else text(decode(ids))
+    content = "".join(_format_tokens(turn, decode)) if by_token and turn.stop_reason is not None else text(decode(ids))
     return (
         f"<section id='turn-{index}'><h2>{index} · {text(turn.author, 200)}</h2>"
         f"<p class='faint'>{text(' · '.join(facts), 1000)}</p><pre>{content}</pre></section>"
     )
 
 
-def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
-    """Yield the tokens of a sampled turn as HTML elements, coloured by probability, each with its id, logprob and
-    version as a tooltip. Several tokens that encode one character together are one element, with the colour of the
-    least likely token."""
+def _format_tokens(turn: Turn, decode: Decode) -> Iterator[str]:
+    """Yield the tokens of ``turn``, which was sampled, as HTML elements with the text by ``decode``, coloured by
+    probability, each with its id, logprob and version as a tooltip. Several tokens that encode one character together
+    are one element, with the colour of the least likely token."""
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):
         decoded = decode(ids[start:end])
         # the replacement character means that the bytes of a character are not complete: add the next token
-        if "\ufffd" in decoded and end - start < _LONGEST_CHARACTER and end < len(ids):
+        if "\ufffd" in decoded and end - start < _MAX_CHARACTER_TOKENS and end < len(ids):
             continue
-        worst = float(tokens.logprobs_T[start:end].min())
+        lowest_logprob = float(tokens.logprobs_T[start:end].min())
         details = ", ".join(
-            f"{ids[place]}: logprob {float(tokens.logprobs_T[place]):.4g}, version {int(tokens.versions_T[place])}"
-            for place in range(start, end)
+            f"{ids[index]}: logprob {float(tokens.logprobs_T[index]):.4g}, version {int(tokens.versions_T[index])}"
+            for index in range(start, end)
         )
-        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(decoded)}</span>"
+        yield f"<span class='{_choose_color(lowest_logprob)}' title='{text(details)}'>{text(decoded)}</span>"
         start = end
 
 
-def _level(logprob: float) -> str:
+def _choose_color(logprob: float) -> str:
     """Return the style class of the colour for a token with this logprob, by :data:`_LEVELS`; ``l4`` for the least
     likely tokens, and ``lx`` for a logprob that is not finite."""
     if not math.isfinite(logprob):
         return "lx"
-    return next((level for least, level in _LEVELS if logprob >= math.log(least)), "l4")
+    return next((color for probability, color in _LEVELS if logprob >= math.log(probability)), "l4")

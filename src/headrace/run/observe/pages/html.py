@@ -8,11 +8,11 @@ import math
 from headrace.base.errors import visible
 from headrace.run.observe.words import number
 
-LONGEST = 200_000
-"""The largest number of characters of one text that are shown."""
+MAX_CHARACTERS = 200_000
+"""The maximum number of characters of one text that are shown."""
 
 
-def text(value: object, limit: int = LONGEST) -> str:
+def text(value: object, limit: int = MAX_CHARACTERS) -> str:
     """Return ``value`` as escaped text for an HTML page, cut after ``limit`` characters. Line breaks are kept; other
     control characters are replaced by visible escape sequences.
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from headrace.run.observe.pages.html import figure, page, text
 
 MAX_TASKS = 5000
-"""The largest number of tasks that the index page lists."""
+"""The maximum number of tasks that the index page lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of an evaluation's result, with its 95 % confidence interval, where one is known."""
+    """One figure of an evaluation's result, with its 95 % confidence interval, if one is known."""
 
     name: str
     """The name of the figure, as the page shows it."""
@@ -31,14 +31,14 @@ class AttemptSummary:
     """The entry of one attempt at a task on the index page: its reward or failure, and the path of its page."""
 
     reward: float | None
-    """The reward; ``None`` where the attempt failed."""
+    """The reward; ``None`` if the attempt failed."""
     cause: str
-    """The cause of the failure; empty where the attempt did not fail."""
+    """The cause of the failure; empty if the attempt did not fail."""
     page: str
-    """The path of the attempt's page; empty where it has no page."""
+    """The path of the attempt's page; empty if it has no page."""
 
 
-def index_page(
+def make_index_page(
     title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
     """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
@@ -47,14 +47,14 @@ def index_page(
     shown_tasks = tasks[:MAX_TASKS]
     rows = "".join(
         f"<tr><td>{number + 1}</td><td>{figure(_mean(attempts))}</td>"
-        f"<td class='left'>{' '.join(map(_attempt, attempts))}</td></tr>"
+        f"<td class='left'>{' '.join(map(_format_attempt, attempts))}</td></tr>"
         for number, attempts in enumerate(shown_tasks)
     )
     more = f"<p class='faint'>{len(tasks) - len(shown_tasks)} more tasks are in episodes.jsonl.</p>"
     body = [
         f"<p class='brand'>headrace eval</p><h1>{text(title, 500)}</h1>",
         *(f"<p class='bad'>{text(note, 2000)}</p>" for note in notes),
-        f"<dl class='cards'>{''.join(map(_card, figures))}</dl>",
+        f"<dl class='cards'>{''.join(map(_format_card, figures))}</dl>",
         "<section><h2>Attempts</h2><div class='wide'><table><thead><tr><th>task</th><th>mean reward</th>"
         f"<th class='left'>attempts</th></tr></thead><tbody>{rows}</tbody></table></div>",
         more if len(tasks) > len(shown_tasks) else "",
@@ -63,16 +63,16 @@ def index_page(
     return page(f"{title} · headrace eval", "\n".join(filter(None, body)))
 
 
-def _card(shown: Figure) -> str:
+def _format_card(shown: Figure) -> str:
     """Return a figure as an HTML card with its name, its value and its 95 % interval, or the words ``no interval``."""
     both = shown.low is not None and shown.high is not None
     words = f"95 %: {figure(shown.low)} to {figure(shown.high)}" if both else "no interval"
     return f"<div><dt>{text(shown.name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
 
 
-def _attempt(attempt: AttemptSummary) -> str:
-    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page where it
-    has a page."""
+def _format_attempt(attempt: AttemptSummary) -> str:
+    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, as a link to its page if it has
+    a page."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
     label = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"

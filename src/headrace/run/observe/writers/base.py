@@ -57,12 +57,12 @@ class WriterSection(Section):
     creates the writer."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` where the
+        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` if the
         writer cannot work, for example because its package is not installed. Each subclass implements this method."""
         raise NotImplementedError
 
 
-def missing_package(package: str, extra: str) -> ConfigError:
+def make_missing_package_error(package: str, extra: str) -> ConfigError:
     """Return the error, for the caller to raise, about a writer whose Python package ``package`` is not installed.
     ``extra`` is the extra of Headrace that installs the package, which is also the writer's kind."""
     return ConfigError(

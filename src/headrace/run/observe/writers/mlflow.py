@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-AT_ONCE = 1000
-"""The largest number of metrics that MLflow accepts in one call."""
+MAX_METRICS_AT_ONCE = 1000
+"""The maximum number of metrics that MLflow accepts in one call."""
 
 
 class Mlflow(WriterSection):
@@ -25,16 +25,16 @@ class Mlflow(WriterSection):
     """The address of the server, ``http://...``, or ``sqlite:///...`` for a database; empty: a database in the run
     directory."""
     experiment: str = "headrace"
-    """The name of the experiment, which is created where there is none."""
+    """The name of the experiment, which is created if there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Create the MLflow run of ``run``, with the settings as parameters, and return the writer that logs to it. For
-        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` where
-        the package is not installed."""
+        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` if the
+        package is not installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
-            raise missing_package("mlflow", "mlflow") from None
+            raise make_missing_package_error("mlflow", "mlflow") from None
         client = MlflowClient(tracking_uri=self.tracking_uri or f"sqlite:///{run.run_dir.resolve()}/mlflow.db")
         found = client.get_experiment_by_name(self.experiment)
         experiment = client.create_experiment(self.experiment) if found is None else found.experiment_id
@@ -68,20 +68,20 @@ class _MlflowWriter:
         self._run_id = run_id
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Log the metrics of an optimizer step, in calls of at most :data:`AT_ONCE`. ``unix_s`` is when the step ended,
-        in seconds since 1970."""
+        """Log the metrics of an optimizer step, in calls of at most :data:`MAX_METRICS_AT_ONCE`. ``unix_s`` is when the
+        step ended, in seconds since 1970."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(_metric_name(name), value, int(unix_s * 1000), step) for name, value in values.items()]
-        for first in range(0, len(metrics), AT_ONCE):
-            self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
+        metrics = [Metric(_make_metric_name(name), value, int(unix_s * 1000), step) for name, value in values.items()]
+        for first in range(0, len(metrics), MAX_METRICS_AT_ONCE):
+            self._client.log_batch(self._run_id, metrics=metrics[first : first + MAX_METRICS_AT_ONCE])
 
     def close(self) -> None:
         """Mark the MLflow run as ended on the server."""
         self._client.set_terminated(self._run_id)
 
 
-def _metric_name(name: str) -> str:
+def _make_metric_name(name: str) -> str:
     """Return the name of a metric for MLflow: ``name`` with ``_`` in place of each character that MLflow does not
     accept."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

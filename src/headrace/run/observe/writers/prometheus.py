@@ -27,7 +27,7 @@ The settings of Prometheus must name this file: ``authorization: {credentials_fi
 IDLE_TIMEOUT_S = 10
 """The time after which a connection without a request is closed, in seconds."""
 MAX_CONNECTIONS = 64
-"""The largest number of connections at once."""
+"""The maximum number of connections at once."""
 
 
 class Prometheus(WriterSection):
@@ -52,8 +52,8 @@ class Prometheus(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Start the HTTP endpoint in a thread, and return the writer of ``run``. The endpoint serves the newest step of
-        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` where the port
-        cannot be bound."""
+        this writer; ``close`` stops the endpoint. Raises :class:`~headrace.base.errors.ConfigError` if the port cannot
+        be bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth
@@ -80,12 +80,12 @@ class Prometheus(WriterSection):
         )
         thread = threading.Thread(target=server.run, args=([listening],), name="prometheus", daemon=True)
         thread.start()
-        newest.on_close(partial(setattr, server, "should_exit", True), thread.join)
+        newest.register_stop_calls(partial(setattr, server, "should_exit", True), thread.join)
         return newest
 
 
 def _read_or_create_token(file: Path) -> str:
-    """Return the token in ``file``, which a request to the endpoint must contain. Where the file is missing, create it
+    """Return the token in ``file``, which a request to the endpoint must contain. If the file is missing, create it
     with a new random token, readable for this user alone."""
     if not file.exists():
         file.touch(0o600)
@@ -102,9 +102,11 @@ class _NewestStep:
         """Start without values. ``run`` is the name of the run, the label ``run`` of every gauge."""
         self._run = run
         self._values: Mapping[str, float] = {}
+        """The metrics of the newest step, by name."""
         self._stop_calls: tuple[Callable[[], object], ...] = ()
+        """The functions that stop the HTTP server, in the order in which they are called."""
 
-    def on_close(self, *stop_calls: Callable[[], object]) -> None:
+    def register_stop_calls(self, *stop_calls: Callable[[], object]) -> None:
         """Register ``stop_calls``, which stop the HTTP server: :meth:`close` calls them in their order."""
         self._stop_calls = stop_calls
 
@@ -125,10 +127,10 @@ class _NewestStep:
 
         families: dict[str, GaugeMetricFamily] = {}
         for name, value in self._values.items():
-            found = find(name)
+            metric_and_label = find(name)
             stem, words, kind, label = name, f"{name}, of the loss", "", ""
-            if found is not None:
-                row, label = found
+            if metric_and_label is not None:
+                row, label = metric_and_label
                 stem, words, kind = row.stem, f"{row.meaning} ({row.unit or 'a number'})", row.label
             full = "headrace_" + re.sub(r"[^A-Za-z0-9_]+", "_", stem)
             if full not in families:

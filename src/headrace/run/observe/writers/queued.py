@@ -16,15 +16,15 @@ from typing import Self
 
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
-from headrace.run.observe.metrics import flat
+from headrace.run.observe.metrics import flatten_metrics
 from headrace.run.observe.writers.base import MetricWriter
 
 MAX_QUEUED = 256
-"""The largest number of steps in the queue of a writer."""
+"""The maximum number of steps in the queue of a writer."""
 CLOSE_TIMEOUT_S = 30.0
-"""The longest wait at the end of a run, in seconds: once for room in the queue, and once for the writer's thread."""
+"""The maximum wait at the end of a run, in seconds: once for room in the queue, and once for the writer's thread."""
 
-_Post = tuple[int, float, dict[str, float]]
+_Entry = tuple[int, float, dict[str, float]]
 """An entry of the queue: the number of a step, its end in seconds since 1970, and its metrics by name."""
 
 
@@ -42,18 +42,20 @@ class QueuedWriter:
         self._kind = kind
         self._writer = writer
         self._warn = warn
-        self._posts: queue.Queue[_Post | None] = queue.Queue(maxsize=MAX_QUEUED)
+        self._queue: queue.Queue[_Entry | None] = queue.Queue(maxsize=MAX_QUEUED)
+        """The steps that are not written yet; ``None`` ends the queue."""
         self._num_steps, self._num_written = 0, 0
         self._problem, self._has_warned = "", False
+        """The first problem of the writer, empty without one; and whether a warning has reported it."""
         self._thread = threading.Thread(target=self._run, name=f"writer {kind}", daemon=True)
 
     def step(self, record: StepRecord) -> None:
-        """Queue the metrics of an optimizer step for the writer, without waiting: where the queue is full, the step is
-        lost to the writer. Values that are not finite are left out, since these systems do not accept them."""
-        values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
+        """Queue the metrics of an optimizer step for the writer, without waiting: if the queue is full, the step is
+        lost to the writer. Values that are not finite are omitted, since these systems do not accept them."""
+        values = {name: value for name, value in flatten_metrics(record).items() if math.isfinite(value)}
         self._num_steps += 1
         try:
-            self._posts.put_nowait((record.step, record.unix_s, values))
+            self._queue.put_nowait((record.step, record.unix_s, values))
         except queue.Full:
             self._problem = self._problem or f"it is {MAX_QUEUED} steps behind"
         self._warn_once()
@@ -77,15 +79,15 @@ class QueuedWriter:
     def _run(self) -> None:
         """Write the queued steps until the entry ``None``, which ends the queue, and then close the writer. This is the
         body of the thread."""
-        while (post := self._posts.get()) is not None:
-            self._num_written += self._attempt(partial(self._writer.write, *post))
-        self._attempt(self._writer.close)
+        while (entry := self._queue.get()) is not None:
+            self._num_written += self._try(partial(self._writer.write, *entry))
+        self._try(self._writer.close)
 
-    def _attempt(self, work: Callable[[], None]) -> bool:
-        """Run ``work``, a call of the writer, and return whether it succeeded. The first error is stored for the
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Run ``call``, a call of the writer, and return whether it succeeded. The first error is stored for the
         warning."""
         try:
-            work()
+            call()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the error becomes a warning of the run
             self._problem = self._problem or f"{type(error).__name__}: {error}"
             return False
@@ -100,11 +102,11 @@ class QueuedWriter:
         """Wait until the queued steps are written and the writer is closed, and warn of the steps that are lost. The
         wait for room in the queue and the wait for the thread take at most :data:`CLOSE_TIMEOUT_S` each."""
         try:
-            self._posts.put(None, timeout=CLOSE_TIMEOUT_S)
+            self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
             self._problem = self._problem or "it takes nothing any more"
         self._thread.join(CLOSE_TIMEOUT_S)
         self._warn_once()
         if lost := self._num_steps - self._num_written:
-            num = self._num_steps
-            self._warn(f"the writer {self._kind} has lost {lost} of {num} steps; metrics.jsonl has them all")
+            num_steps = self._num_steps
+            self._warn(f"the writer {self._kind} has lost {lost} of {num_steps} steps; metrics.jsonl has them all")

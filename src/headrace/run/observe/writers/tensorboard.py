@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from headrace.base.types.metrics import find
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -20,11 +20,11 @@ class TensorBoard(WriterSection):
 
     def open(self, run: RunFacts) -> MetricWriter:
         """Return the writer of ``run``, which writes into ``tensorboard/`` of the run directory. Raises
-        :class:`~headrace.base.errors.ConfigError` where the package ``tensorboardX`` is not installed."""
+        :class:`~headrace.base.errors.ConfigError` if the package ``tensorboardX`` is not installed."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
-            raise missing_package("tensorboardX", "tensorboard") from None
+            raise make_missing_package_error("tensorboardX", "tensorboard") from None
         return _TensorboardWriter(
             SummaryWriter(logdir=str(run.run_dir / "tensorboard"), flush_secs=10, write_to_disk=True)
         )
@@ -41,8 +41,11 @@ class _TensorboardWriter:
         """Add the metrics of an optimizer step to the event files, with their meanings and units as descriptions.
         ``unix_s`` is when the step ended, in seconds since 1970."""
         for name, value in values.items():
-            found = find(name)
-            words = "" if found is None else f"{found[0].meaning} ({found[0].unit or 'a number'})"
+            metric_and_label = find(name)
+            words = ""
+            if metric_and_label is not None:
+                metric, _ = metric_and_label
+                words = f"{metric.meaning} ({metric.unit or 'a number'})"
             self._files.add_scalar(name, value, step, walltime=unix_s, summary_description=words)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from trackio import Run
@@ -17,17 +17,17 @@ class Trackio(WriterSection):
 
     kind: Literal["trackio"] = "trackio"
     project: str = "headrace"
-    """The name of the project, which is created where there is none."""
+    """The name of the project, which is created if there is none."""
     space_id: str | None = None
     """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the trackio run of ``run``, or continue it where ``run`` was resumed, and return the writer that logs
-        to it. Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
+        """Start the trackio run of ``run``, or continue it if ``run`` was resumed, and return the writer that logs to
+        it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
         try:
             import trackio
         except ImportError:
-            raise missing_package("trackio", "trackio") from None
+            raise make_missing_package_error("trackio", "trackio") from None
         started = trackio.init(
             project=self.project,
             name=f"{run.name}-{run.key[:6]}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, missing_package
+from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -17,19 +17,19 @@ class Wandb(WriterSection):
 
     kind: Literal["wandb"] = "wandb"
     project: str = "headrace"
-    """The name of the project, which is created where there is none."""
+    """The name of the project, which is created if there is none."""
     entity: str | None = None
     """The user or the team that owns the project; unset: the owner of the key."""
     mode: Literal["online", "offline"] = "online"
     """``offline`` writes files into the run directory, for ``wandb sync``."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Start the Weights & Biases run of ``run``, or continue it where ``run`` was resumed, and return the writer
-        that logs to it. Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
+        """Start the Weights & Biases run of ``run``, or continue it if ``run`` was resumed, and return the writer that
+        logs to it. Raises :class:`~headrace.base.errors.ConfigError` if the package is not installed."""
         try:
             import wandb
         except ImportError:
-            raise missing_package("wandb", "wandb") from None
+            raise make_missing_package_error("wandb", "wandb") from None
         started = wandb.init(
             project=self.project,
             entity=self.entity,

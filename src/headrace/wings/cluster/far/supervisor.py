@@ -19,7 +19,7 @@ from headrace.base.environ import shared_memory_root
 from headrace.base.errors import RunError
 from headrace.launch.child import LOG_LINES
 from headrace.launch.leases import Lease, sweep
-from headrace.launch.local_process import LocalProcess, ProcessResources, exit_words, lines_of, start_process
+from headrace.launch.local_process import LocalProcess, ProcessResources, describe_exit, read_lines, start_process
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 
 
@@ -91,7 +91,7 @@ class ProcessSupervisor:
         self._log = Path()
         for root in (Path(tempfile.gettempdir()), shared_memory_root()):
             sweep(root)  # removes directories that killed runs have left
-        self._directory = Lease.directory(Path(tempfile.gettempdir()))
+        self._directory = Lease.create_directory(Path(tempfile.gettempdir()))
 
     def describe_node(self, query: bytes) -> bytes:
         """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
@@ -133,7 +133,7 @@ class ProcessSupervisor:
         await process.kill()
         code = process.returncode
         assert code is not None
-        answer = FarExit(code=code, words=exit_words(code), lines=lines_of(self._log)[-LOG_LINES:])
+        answer = FarExit(code=code, words=describe_exit(code), lines=read_lines(self._log)[-LOG_LINES:])
         process.close()
         self._directory.end()
         return msgspec.json.encode(answer)

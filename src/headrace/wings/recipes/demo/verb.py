@@ -9,7 +9,7 @@ import typer
 from rich.progress import Progress
 
 from headrace.run.cli.commands import BEGIN, Verb
-from headrace.run.cli.output import command_line, console, leave_if_hung_up, print_json, resumable, starting
+from headrace.run.cli.output import command_line, console, exit_if_hung_up, print_json, resumable, starting
 from headrace.run.cli.train import LIKE_HELP, SET_HELP
 
 
@@ -66,7 +66,7 @@ def demo(
         asked = (f"--set={each}" for each in overrides)
         anew = command_line("train", str(made.run_file), *recipe, *asked, "--set", "run.dir=runs/again")
         console().print(f"again    {anew}")
-    leave_if_hung_up(summary.stopped_by)
+    exit_if_hung_up(summary.stopped_by)
 
 
 def _build_with_progress(target: Path, seed: int, kind: str) -> Any:

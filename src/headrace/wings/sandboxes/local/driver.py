@@ -28,7 +28,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring import sandbox
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
-from headrace.rollout.scoring.sandbox.run import ENVIRONMENT, by_signal, readable_paths
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT, readable_paths, reason_for_signal
 from headrace.wings.sandboxes.base import (
     DriverLost,
     Execution,
@@ -324,7 +324,7 @@ class LocalSession(SandboxSession):
         status, cpu_s = record["result"]["status"], record["result"]["cpu_s"]
         reason = Reason(record["reason"] or Reason.EXITED)
         if reason is Reason.EXITED and status < 0:
-            reason = by_signal(-status, cpu_s, limits)
+            reason = reason_for_signal(-status, cpu_s, limits)
         stdout, stderr, state = outputs
         return Execution(reason=reason, stdout=stdout, stderr=stderr, status=status, cpu_s=cpu_s, state=state)
 

@@ -206,7 +206,7 @@ class SandboxHost:
         assert self._layers is not None
         os.setsid()
         _silence()
-        processes.watch_ahead()
+        processes.raise_priority()
         if not self._layers.overlays and order["user"] != os.getuid():
             self._layers.give(order["layers"][-1], order["user"])
         self._layers.enter(order["layers"], init.names(order["user"]))
@@ -283,7 +283,7 @@ def _become(user: int) -> None:
 def _use_rights() -> None:
     """Do what root does for a session: mount, and change to another user. Raises ``OSError`` if root may not do so, as
     in some containers. Run this in a child process."""
-    jail.own_mounts()
+    jail.enter_mount_namespace()
     _become(FIRST_USER)
 
 
@@ -306,7 +306,7 @@ def _bound_numbers(most: int) -> bool:
     """Limit the number of processes in this namespace to ``most``, and return whether the kernel has accepted the
     limit."""
     before = _pid_max()
-    processes.bound_numbers(most)
+    processes.limit_process_ids(most)
     return _pid_max() != before
 
 

@@ -47,7 +47,7 @@ class Layers:
     def __init__(self, readable: list[str]) -> None:
         """Mount the host's files in a new mount namespace of this process, and write the skeleton with a mount point
         for each of the ``readable`` paths."""
-        jail.own_mounts()
+        jail.enter_mount_namespace()
         self.place = _free_place(readable)
         """The folder of the machine on which the files are mounted."""
         kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
@@ -151,7 +151,7 @@ class Layers:
         """Mount ``layers`` as the root of this process, the first process of a session; the last layer is writable.
         ``names`` are files of /etc, as content by name. Raises ``OSError`` if the kernel refuses, or if the session has
         replaced a mount point."""
-        jail.own_mounts()
+        jail.enter_mount_namespace()
         root = f"{self.place}/root"
         self._mount_files(layers, root)
         for path in self.fixed:

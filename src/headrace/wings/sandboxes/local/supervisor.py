@@ -172,7 +172,7 @@ class SessionSupervisor:
     def supervise(self) -> None:
         """Serve the client until it closes the channel, the lifetime is over, or the first process ends. Then end all
         processes of the session."""
-        processes.watch_ahead()
+        processes.raise_priority()
         ended = os.pidfd_open(self._init_pid)
         for descriptor in (ended, self._channel.fileno(), self._control.fileno()):
             self._poll.register(descriptor, select.POLLIN)
@@ -181,7 +181,7 @@ class SessionSupervisor:
             while not reason:
                 reason = self._turn(ended)
         finally:
-            processes.end_all(self._init_pid)
+            processes.kill_all(self._init_pid)
         self._send({"ended": reason})
 
     def _turn(self, ended: int) -> str:

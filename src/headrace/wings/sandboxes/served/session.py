@@ -22,7 +22,7 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
-from headrace.rollout.scoring.sandbox.run import by_signal
+from headrace.rollout.scoring.sandbox.run import reason_for_signal
 from headrace.wings.sandboxes.base import Execution, SandboxSession, SandboxSpec, without_own
 
 STARTED_S = 120.0
@@ -230,7 +230,7 @@ def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxL
     if reason is Reason.EXITED and max(len(stdout), len(stderr)) > most:
         reason = Reason.OUTPUT
     if reason is Reason.EXITED and status < 0:
-        reason = by_signal(-status, cpu_s, limits)
+        reason = reason_for_signal(-status, cpu_s, limits)
     return Execution(reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state)
 
 

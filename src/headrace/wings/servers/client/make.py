@@ -53,7 +53,7 @@ def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
     receiver = None if setup.own_weights else setup.receive(form.tensors())
     with ExitStack() as kept:
         folder = settings_of(config).weights_dir
-        directory = Lease.directory(Path(folder) if folder else shared_memory_root())
+        directory = Lease.create_directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
         handover = Handover(directory.path, form, setup.deadline_s)
         core = kept.enter_context(open_served_engine(config, required, handover, receiver, RealClock()))
