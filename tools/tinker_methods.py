@@ -108,10 +108,10 @@ def methods() -> dict[str, dict[str, str]]:
 
     kinds = {name: kind for name, kind in vars(tinker).items() if name.endswith("Client")}
     order = [*ANSWERS, *sorted(kinds.keys() - ANSWERS.keys())]
-    return {name: dict(_methods_of(kinds[name])) for name in order if name in kinds}
+    return {name: dict(_list_methods(kinds[name])) for name in order if name in kinds}
 
 
-def _methods_of(kind: type) -> Iterator[tuple[str, str]]:
+def _list_methods(kind: type) -> Iterator[tuple[str, str]]:
     for name, found in vars(kind).items():
         own = not name.startswith("_") and not name.endswith("_async")
         if own and not isinstance(found, property):

@@ -143,7 +143,7 @@ class _Watch:
     async def _kill_when_present(self, part: Part) -> float | None:
         """Kill the process of ``part`` as soon as it exists."""
         while self.program.returncode is None:
-            pid = self.program.pid if part == "controller" else _pid_of(self.program.pid, part)
+            pid = self.program.pid if part == "controller" else _find_pid(self.program.pid, part)
             if pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ class _Watch:
         return any((self.run_dir / "checkpoints").glob(f"step-{moment.step:06d}*"))
 
 
-def _pid_of(controller: int, role: Part) -> int | None:
+def _find_pid(controller: int, role: Part) -> int | None:
     """Return the process id of a part once it runs its own program: a fork first looks like its parent."""
     with suppress(psutil.Error):
         for child in psutil.Process(controller).children(recursive=True):  # some are forks of a fork

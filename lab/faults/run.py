@@ -63,7 +63,7 @@ class Variant:
     """Number of times a dead engine is restarted."""
 
     @classmethod
-    def of(cls, seed: int) -> Variant:
+    def from_seed(cls, seed: int) -> Variant:
         return cls(max_age=0 if seed % 2 == 0 else 2, restarts=0 if seed % 4 < 2 else 2)
 
 
@@ -170,7 +170,7 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
     clock = RealClock()
     start_s = clock.now()
     rng = np.random.default_rng(seed)
-    variant = Variant.of(seed)
+    variant = Variant.from_seed(seed)
     run_dir = setup.directory / f"run-{seed}"
     while True:
         moments = [draw_moment(setup, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]

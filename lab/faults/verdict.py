@@ -62,7 +62,7 @@ def take_snapshot(run_dir: Path, scratch: Path) -> LedgerSnapshot:
         tokens=conservation.tokens.submitted,
         num_running=sum(size - len(group.episodes) for group in unended),
         partial_turns={(part.key, part.turn): part.tokens for group in unended for part in group.partial_turns},
-        finished_answers=answers_of(episode for group in groups for episode in group.episodes),
+        finished_answers=collect_answers(episode for group in groups for episode in group.episodes),
     )
 
 
@@ -104,7 +104,7 @@ def judge(run_dir: Path, config: RunConfig, before: Sequence[LedgerSnapshot]) ->
         numbers = [number for step in steps.values() for number in step]
         attempts = ledger.attempts(0)
         unclosed = sum(not attempt.closed for attempt in attempts)
-        everything = answers_of(episode for attempt in attempts for episode in ledger.episodes(attempt.number))
+        everything = collect_answers(episode for attempt in attempts for episode in ledger.episodes(attempt.number))
         agree = _versions_that_agree(run_dir, ledger)
         too_old = sum(tokens for age, tokens in ledger.ages().items() if age > config.flow.greatest_age)
     units = (conservation.groups, conservation.episodes, conservation.tokens)
@@ -139,7 +139,7 @@ def same_weights(one: Path, other: Path) -> bool:
     )
 
 
-def answers_of(episodes: Iterable[EpisodeGraph]) -> Answers:
+def collect_answers(episodes: Iterable[EpisodeGraph]) -> Answers:
     """Return the sampled tokens of ``episodes``."""
     found: Answers = {}
     for episode in episodes:

@@ -100,7 +100,7 @@ def valid_examples(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list
 def make_reader(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Reader]:
     """Return a decorator that turns a parser into a reader, for which ``errors`` are refusals."""
 
-    def of(parse: Callable[[bytes], object]) -> Reader:
+    def decorate(parse: Callable[[bytes], object]) -> Reader:
         def read(data: bytes) -> bool:
             try:
                 parse(data)
@@ -110,7 +110,7 @@ def make_reader(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]
 
         return read
 
-    return of
+    return decorate
 
 
 def _messages(name: str, receives: Any, rng: random.Random) -> Format:

@@ -73,12 +73,12 @@ def try_in_process(kind: str) -> dict[str, str]:
 
 
 def _try(kind: str, send: multiprocessing.connection.Connection) -> None:
-    from tools.families.page import row_of
+    from tools.families.page import make_row
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as place:
-        send.send(row_of(kind, Path(place) / kind))
+        send.send(make_row(kind, Path(place) / kind))
 
 
 if __name__ == "__main__":

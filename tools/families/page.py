@@ -34,7 +34,7 @@ def list_kinds() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 
-def row_of(kind: str, directory: Path) -> dict[str, str]:
+def make_row(kind: str, directory: Path) -> dict[str, str]:
     """Make a tiny model of ``kind`` in ``directory``, check it, and return its row."""
     import torch
     from transformers.utils import logging

@@ -27,7 +27,7 @@ class Graph:
 
     def __init__(self, tree: Tree) -> None:
         self._modules = {module.name: module for module in tree.modules if module.name}
-        self.imports = [found for module in self._modules.values() for found in self._of(module)]
+        self.imports = [found for module in self._modules.values() for found in self._find_imports(module)]
 
     def circles(self) -> list[list[str]]:
         """Return the groups of modules that import one another in a circle."""
@@ -43,7 +43,7 @@ class Graph:
             if layers[found.importer] is Layer.CORE and layers[found.imported] is Layer.WINGS
         ]
 
-    def _of(self, module: Module) -> Iterator[Import]:
+    def _find_imports(self, module: Module) -> Iterator[Import]:
         is_package = module.path.stem == "__init__"
         for node in statements(module.tree):
             if not isinstance(node, ast.Import | ast.ImportFrom):

@@ -109,7 +109,7 @@ class Tree:
         self._wings = tuple(Path(wing) for wing in wings)
         self.modules = sorted(self._read(), key=lambda module: module.path)
 
-    def modules_of(self, layer: Layer) -> list[Module]:
+    def list_modules(self, layer: Layer) -> list[Module]:
         """Return the modules of one part."""
         return [module for module in self.modules if module.layer is layer]
 

@@ -82,21 +82,21 @@ def _relinked(text: str, page: Path, root: Path, linked: set[Path]) -> str:
             return link[0]  # the check of the site reports missing targets
         linked.add(file)
         here = page.relative_to(docs).parent.as_posix()
-        return f"{words}({posixpath.relpath(_page_of(file, root), here)}{anchor})"
+        return f"{words}({posixpath.relpath(_get_page_path(file, root), here)}{anchor})"
 
     for number, line in prose_lines(text):
         lines[number] = LINK.sub(one, line)
     return "\n".join(lines)
 
 
-def _page_of(file: Path, root: Path) -> str:
+def _get_page_path(file: Path, root: Path) -> str:
     return f"files/{file.relative_to(root).as_posix()}.md"
 
 
 def _show(file: Path, root: Path, staged: Path) -> None:
     """Write a page that shows one file, or lists one folder."""
     name = file.relative_to(root).as_posix()
-    page = staged / _page_of(file, root)
+    page = staged / _get_page_path(file, root)
     page.parent.mkdir(parents=True, exist_ok=True)
     if file.is_dir():
         names = sorted(each.name for each in file.iterdir() if not each.name.startswith(("_", ".")))

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.recipes import DECIDED, left_open, recipes
-from headrace.wings.compare.rows import RecipeRow, decided, row_of
+from headrace.wings.compare.rows import RecipeRow, decided, read_recipe_row
 from headrace.wings.compare.running import ComparisonConfig, compare
 from headrace.wings.compare.tables import COLUMNS, markdown
 from headrace.wings.compare.writing import compare_svg
@@ -177,7 +177,7 @@ def test_row_of_a_resumed_run_gives_no_share_of_what_an_earlier_part_generated(c
     for clock_s, resumed, share in ((steps[-1]["clock_s"], False, 9 / 5), (0.0, True, None)):
         steps[-1]["clock_s"] = clock_s
         file.write_text("".join(json.dumps(step) + "\n" for step in steps))
-        row = row_of("areal", tmp_path / "areal")
+        row = read_recipe_row("areal", tmp_path / "areal")
         assert (row.resumed, row.wasted_frac, row.wasted_tokens) == (resumed, share, {"stale": 9})
 
 
@@ -226,10 +226,10 @@ def test_a_table_without_a_kind_changes_what_a_recipe_names() -> None:
 
 
 def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:
-    from headrace.wings.compare.rows import row_of
+    from headrace.wings.compare.rows import read_recipe_row
 
     with pytest.raises(DataError, match="is not a directory"):
-        row_of("oat", tmp_path / "none")
+        read_recipe_row("oat", tmp_path / "none")
 
 
 def test_a_row_of_which_little_is_known_is_shown_with_dashes() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.wings.bench.gpu.base import GpuStageOutcome
-from headrace.wings.bench.gpu.files import GpuFile, rates_of, write_file
+from headrace.wings.bench.gpu.files import GpuFile, make_card_rates, write_file
 from headrace.wings.plan import Cluster, ClusterFile, make_site
 from headrace.wings.plan.card import on_cluster, read_rates
 from tests.wings.plan.test_planning import asked
@@ -24,7 +24,7 @@ FIGURES = {
 def written(path: Path, *, card: str = "NVIDIA H100 80GB HBM3", pretend: bool = False, **figures: Any) -> Path:
     stages = [GpuStageOutcome(name="facts", state="done", figures={**FIGURES, **figures})]
     content = GpuFile(
-        made="now", pretend=pretend, card=card, budget_s=600.0, rates=rates_of(card, stages), stages=stages
+        made="now", pretend=pretend, card=card, budget_s=600.0, rates=make_card_rates(card, stages), stages=stages
     )
     write_file(path, content)
     return path

@@ -17,7 +17,7 @@ from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
 from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
 from headrace.wings.plan.picture import plan_svg
-from headrace.wings.plan.planning import asked_of, bound
+from headrace.wings.plan.planning import make_sizing_request, bound
 from headrace.wings.plan.search import Search, SearchResult
 from headrace.wings.plan.sizing import engine_bytes, fit, learner_bytes, learner_sizes, spread_sizes, update_bytes
 from headrace.wings.plan.words import describe, verdict_line
@@ -43,7 +43,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(**changes: dict[str, Any]) -> SizingRequest:
-    return asked_of(load_config({**RUN, **changes}))
+    return make_sizing_request(load_config({**RUN, **changes}))
 
 
 def found(cluster: dict[str, Any], workload: dict[str, Any] | None = None, **changes: dict[str, Any]) -> SearchResult:

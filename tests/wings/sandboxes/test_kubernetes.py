@@ -14,12 +14,12 @@ import pytest
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes import SandboxSpec, SessionEnded, open_sandboxes
 from headrace.wings.sandboxes.served.owners import owner_name
-from tests.wings.sandboxes.conftest import memory_folder, service_of
+from tests.wings.sandboxes.conftest import memory_folder, start_service
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with memory_folder() as folder, service_of("kubernetes", folder) as made:
+    with memory_folder() as folder, start_service("kubernetes", folder) as made:
         yield made
 
 

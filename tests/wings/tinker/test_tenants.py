@@ -14,7 +14,7 @@ from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.wings.tinker.data import Datum
 from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.tenant import Tenant
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
+from tests.wings.tinker.offline import MODEL, Offline, make_compute, script, step_body, train_body
 from tests.wings.tinker.serving import tiny
 
 STEPS = 3
@@ -27,7 +27,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compute(small):
-    return compute_of(small)
+    return make_compute(small)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from headrace.models.lora import WEIGHTS_FILE
 from headrace.policy import Policy
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import TrainResult
-from headrace.wings.tinker.losses import loss_of
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
+from headrace.wings.tinker.losses import choose_loss
+from tests.wings.tinker.offline import MODEL, Offline, make_compute, script, step_body, train_body
 from tests.wings.tinker.serving import NAME, VOCAB, WHOLE, client, datum, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")  # clients of today still load so
@@ -75,7 +75,7 @@ def score(sampler):
 def test_the_curve_and_the_weights_are_those_of_plain_transformers(plain, tmp_path):
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
-    server = Offline(compute_of(plain, whole=True), tmp_path)
+    server = Offline(make_compute(plain, whole=True), tmp_path)
     server.create()
     reference = AutoModelForCausalLM.from_pretrained(plain)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -108,7 +108,7 @@ def test_the_same_rows_through_a_policy_give_the_same_weights(plain, tmp_path):
         "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0,
         "share_prefixes": False,
     }  # fmt: skip
-    server, seq = Offline(compute_of(plain, whole=True), tmp_path / "state"), 0
+    server, seq = Offline(make_compute(plain, whole=True), tmp_path / "state"), 0
     server.create()
     loss = {"kind": "reinforce", "ratio_cap": 1e9}  # Tinker has no cap
 
@@ -147,7 +147,7 @@ def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch)
     found, noise = [], torch.Generator().manual_seed(0)
     for positions in (64, 4):  # of a piece, which is computed again in the backward pass
         monkeypatch.setattr("headrace.wings.tinker.compute.LOGITS_PER_CHUNK", positions * (len(VOCAB) + 4))
-        compute = compute_of(plain, whole=True)
+        compute = make_compute(plain, whole=True)
         compute.kind.runs_head = lambda weights: True  # as for a head that is more than a matrix
         weights = compute.kind.new({})
         noise.manual_seed(0)
@@ -155,13 +155,13 @@ def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch)
             each.data += 0.1 * torch.randn(each.shape, generator=noise)
         request = wire.read_train_request(train_body([IDS, IDS[::-1]], 1))
         result = TrainResult()
-        list(compute.train(weights, request.data, loss_of("cross_entropy", {}), result, backward=True))
+        list(compute.train(weights, request.data, choose_loss("cross_entropy", {}), result, backward=True))
         found.append({name: each.grad for name, each in weights.tensors.items()})
     assert all(torch.allclose(found[0][name], each, rtol=1e-4, atol=1e-5) for name, each in found[1].items())
 
 
 def test_a_kill_and_a_restart_change_no_bit_and_the_base_never_moves(plain, tmp_path):
-    compute = compute_of(plain, whole=True)
+    compute = make_compute(plain, whole=True)
     before = {name: each.clone() for name, each in compute.model.named_parameters()}
     found = []
     for directory, ends in (("once", {}), ("killed", {2: Offline.close, 5: Offline.kill, 7: Offline.close})):
@@ -181,7 +181,7 @@ def test_a_kill_and_a_restart_change_no_bit_and_the_base_never_moves(plain, tmp_
 
 
 def test_one_of_two_models_is_in_memory_and_each_gets_what_it_gets_alone(plain, tmp_path):
-    compute, expected = compute_of(plain, whole=True), {}
+    compute, expected = make_compute(plain, whole=True), {}
     for model in (MODEL, OTHER):
         server = Offline(compute, tmp_path / model.replace(":", "-"))
         server.create(model)

@@ -23,12 +23,12 @@ from headrace.wings.agents.reading import (  # fmt: skip
     read_choice,
     refuse_same_names,
     set_fields,
-    text_of,
+    make_text_validator,
     token_logprobs,
 )
 from headrace.wings.serve.strict import StreamOptions, StrictBody, read_body, read_stop
 
-_Text = Annotated[str, PlainValidator(text_of("text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("text"))]
 
 
 class _ChatInput(BodyPart):

@@ -25,7 +25,7 @@ from headrace.wings.agents.reading import (  # fmt: skip
     named_answers,
     refuse_same_names,
     set_fields,
-    text_of,
+    make_text_validator,
 )
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
 
@@ -35,7 +35,7 @@ object."""
 UNSIGNED = "unsigned"
 """The signature of every reasoning block; clients send it back, and it is not checked."""
 
-_Text = Annotated[str, PlainValidator(text_of("text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("text"))]
 _ERRORS = {
     403: "permission_error",
     404: "not_found_error",

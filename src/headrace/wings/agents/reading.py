@@ -81,7 +81,7 @@ class ChatTool(BodyPart):
         return Tool(name=function.name, description=function.description, parameters=function.parameters)
 
 
-def text_of(*kinds: str) -> Callable[[object], str]:
+def make_text_validator(*kinds: str) -> Callable[[object], str]:
     """Return a validator for a field of a pydantic model. It accepts a text, or a list of text parts of the given
     ``kinds``, which it joins to one text."""
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'

@@ -23,12 +23,12 @@ from headrace.wings.agents.reading import (  # fmt: skip
     read_choice,
     refuse_same_names,
     set_fields,
-    text_of,
+    make_text_validator,
     token_logprobs,
 )
 from headrace.wings.serve.strict import StrictBody, read_body
 
-_Text = Annotated[str, PlainValidator(text_of("input_text", "output_text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("input_text", "output_text"))]
 _Status = Literal["in_progress", "completed", "incomplete"]
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -49,7 +49,7 @@ class _ReasoningItem(BodyPart):
     """An item of a request with reasoning that the policy wrote earlier."""
 
     type: Literal["reasoning"]
-    content: Annotated[str, PlainValidator(text_of("reasoning_text"))] = ""
+    content: Annotated[str, PlainValidator(make_text_validator("reasoning_text"))] = ""
     id: str = ""
     summary: list[Any] = Field(default=[], max_length=0)
     encrypted_content: Literal[""] = ""

@@ -48,7 +48,7 @@ class LearnerSide(Protocol):
         ...
 
 
-def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
+def make_batch(step: int, request: Mapping[str, Any]) -> Batch:
     """Return a batch for training step ``step``: random answers with the lengths ``request["lengths"]`` to prompts of
     ``request["prompt"]`` tokens, one prompt for each group of 8; or the samples that ``request["tree"]`` describes.
     Equal requests yield equal samples at any step."""
@@ -127,7 +127,7 @@ class HeadraceSide:
         if name not in self._cores:
             self._cores[name] = self._create_learner(request)
         core = self._cores[name]
-        batch = batch_of(core.version, request)
+        batch = make_batch(core.version, request)
         if request.get("replay"):
             batch = self._record_routing(batch, request)
         report = core.train(batch)
@@ -212,7 +212,7 @@ class PaddedSide:
     def handle(self, request: Request) -> Answer:
         """Train one step of the padded loop over transformers on a random batch; return the same figures as
         :class:`HeadraceSide`."""
-        batch = batch_of(self._step, request)
+        batch = make_batch(self._step, request)
         start_s = self._clock.now()
         for ids_BL, mask_BL, advantages_B in padded_batches(batch):
             self._backward(ids_BL, mask_BL, advantages_B, batch.num_loss_tokens)

@@ -67,7 +67,7 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
     ``directory`` records transitions of groups, episodes, and parts of running turns. The work is divided by
     ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
-    transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
+    transitions = [operation for number in range(GROUPS // part) for operation in _list_transitions(number)]
     transitions_s = _apply_s(ledger, transitions)
     episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
     episodes_s = _apply_s(ledger, episodes)
@@ -129,7 +129,7 @@ def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
     return clock.now() - start_s
 
 
-def _transitions_of(number: int) -> list[Operation]:
+def _list_transitions(number: int) -> list[Operation]:
     """Return the eight operations that move group ``number`` from its submission to its release."""
     states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
     numbers = (number,)

@@ -38,7 +38,7 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, ma
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group import measure_group
-from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
+from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, make_tensors
 
 HALF_BILLION = TinySpec(
     hidden_size=2048, num_layers=11, num_heads=16, num_kv_heads=8, intermediate_size=5632, vocab=LARGE.vocab,
@@ -188,7 +188,7 @@ def _measure_combination(
         )
         address = TRANSPORTS.load(transport).address(SyncConfig(transport=transport), places)
         route = Route(transport=transport, codec=codec, address=address, deadline_s=DEADLINE_S)
-        receiver = make_receiver(route, tensors_of(plan), TOKEN)
+        receiver = make_receiver(route, make_tensors(plan), TOKEN)
         stack.callback(receiver.close)
         learner.call({"do": "open", "route": msgspec.to_builtins(route)})
         figures = [_send_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
@@ -275,7 +275,7 @@ class _Peer:
     def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
         """Create the receiving side, with the tensors that ``plan`` describes."""
         self._bench, self._learner, self._directory = bench, learner, directory
-        self._tensors = list(tensors_of(plan).values())
+        self._tensors = list(make_tensors(plan).values())
         self._group: ProcessGroup | None = None
 
     def shortest_s(self, how: str) -> float:

@@ -33,7 +33,7 @@ from headrace.sync.pieces import Box
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, tensors_of
+from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, make_tensors
 
 NUM_RANKS = 2
 
@@ -56,7 +56,7 @@ class HalfLearnerRank:
         self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
         self._boxes_by_rank = [_halves(self._shapes, each) for each in range(NUM_RANKS)]
         shapes = {name: box.shape for name, box in self._boxes_by_rank[rank].items()}
-        self._weights = tensors_of(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
+        self._weights = make_tensors(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
         self._publisher: Publisher | None = None
         self._raw = _RawGroups(rank)
 
@@ -139,7 +139,7 @@ class GroupEngine:
     def __init__(self, plan: SyncPlan, index: int) -> None:
         """Create the tensors of ``plan``; ``index`` is the number of this engine."""
         self._plan, self._clock = plan, RealClock()
-        self._weights: Mapping[str, Tensor] = tensors_of(plan)
+        self._weights: Mapping[str, Tensor] = make_tensors(plan)
         self._receiver: Receiver | None = None
         self._raw = _RawGroups(NUM_RANKS + index)
         self._member = 1 + index

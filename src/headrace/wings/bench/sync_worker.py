@@ -40,7 +40,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the weights' type in torch, such as ``bfloat16``."""
 
 
-def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
+def make_tensors(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
     """Return the tensors of ``plan`` by name. They contain zeros, or with ``seed`` normal random numbers with a
     standard deviation of 0.02."""
     rng = torch.Generator().manual_seed(seed or 0)
@@ -58,7 +58,7 @@ class ChangingLearner:
         """Create the weights of the plan in the JSON file ``path``, with random values."""
         self._clock = RealClock()
         plan = msgspec.json.decode(Path(path).read_bytes(), type=SyncPlan)
-        self._weights = tensors_of(plan, seed=1)
+        self._weights = make_tensors(plan, seed=1)
         self._rng = torch.Generator().manual_seed(2)
         self._publisher: Publisher | None = None
         self._group: ProcessGroup | None = None

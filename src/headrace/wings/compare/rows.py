@@ -74,7 +74,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
 
 
-def row_of(recipe: str, run_dir: Path) -> RecipeRow:
+def read_recipe_row(recipe: str, run_dir: Path) -> RecipeRow:
     """Return the row of ``recipe``, read from the files of its run in ``run_dir``.
 
     Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` contains no run.

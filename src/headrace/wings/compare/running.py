@@ -18,7 +18,7 @@ from headrace.run.session import RunConfig, load_config, train
 from headrace.run.session.config import RunFile, run_tree
 from headrace.run.session.directory import CONFIG_FILE, read_summary
 from headrace.run.session.recipes import left_open, recipe
-from headrace.wings.compare.rows import RecipeRow, decided, row_of
+from headrace.wings.compare.rows import RecipeRow, decided, read_recipe_row
 from headrace.wings.recipes.demo import build_demo, lay_out
 
 DEMO_STEPS = 100
@@ -170,7 +170,7 @@ def _run_recipe(name: str, config: RunConfig, report: Callable[[str], None]) -> 
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":
         report("has finished before")
-        return row_of(name, run_dir)
+        return read_recipe_row(name, run_dir)
     report(f"{config.run.steps} steps")
     try:
         train(config, resume=has_ledger(run_dir))
@@ -182,4 +182,4 @@ def _run_recipe(name: str, config: RunConfig, report: Callable[[str], None]) -> 
             settings=decided(config.model_dump(mode="json")),
             run_dir=str(run_dir),
         )
-    return row_of(name, run_dir)
+    return read_recipe_row(name, run_dir)

@@ -58,7 +58,7 @@ SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "los
 
 def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
     """Return the cells of the table of results: the text of every column, for each row whose run has not failed."""
-    return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
+    return [[get(row) for get in COLUMNS.values()] for row in rows if row.status != "failed"]
 
 
 def failures(rows: Sequence[RecipeRow]) -> list[str]:

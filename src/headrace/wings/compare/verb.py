@@ -57,7 +57,7 @@ def compare(
     from headrace.run.session.recipes import recipes as known
     from headrace.wings.compare.running import ComparisonConfig
     from headrace.wings.compare.running import compare as run
-    from headrace.wings.compare.writing import report_of, write
+    from headrace.wings.compare.writing import make_comparison_report, write
 
     target = directory.resolve() if directory else choose_directory("", RealClock(), prefix="compare-")
     names = recipes or list(known())
@@ -70,7 +70,7 @@ def compare(
     with resumable(again):
         made = run(config, lambda words: progress.print(readable(words)), write)
     if as_json:
-        print_json(report_of(made))
+        print_json(make_comparison_report(made))
     else:
         _print_comparison(made, again)
     if made.stopped or any(row.status == "failed" for row in made.rows):

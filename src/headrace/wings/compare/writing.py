@@ -18,7 +18,7 @@ from headrace.wings.compare.running import RecipeComparison
 from headrace.wings.compare.tables import markdown
 
 
-def report_of(made: RecipeComparison) -> Report:
+def make_comparison_report(made: RecipeComparison) -> Report:
     """Return the comparison as a report in the format of benchmarks: its rows as JSON objects, no targets, and a
     description of this machine."""
     return make_report([msgspec.to_builtins(row) for row in made.rows], [])
@@ -30,7 +30,7 @@ def write(made: RecipeComparison) -> None:
     Raises :class:`~headrace.base.errors.RunError` if a file cannot be written.
     """
     try:
-        write_json(made.directory / "compare.json", report_of(made))
+        write_json(made.directory / "compare.json", make_comparison_report(made))
         (made.directory / "compare.md").write_text(markdown(made.base, made.rows), encoding="utf-8")
         (made.directory / "compare.svg").write_bytes(compare_svg(made.rows))
     except OSError as error:

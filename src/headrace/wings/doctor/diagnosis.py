@@ -180,7 +180,7 @@ def _check_weights(
     (``None``: the model's). Return the candidate that explains the logprobs, possibly at another temperature; ``None``
     if no candidate does."""
     here = expected.adapter or expected.path
-    own = _explanation_of(expected.candidate(f"the weights of {here}"), entries, size)
+    own = _compute_explanation(expected.candidate(f"the weights of {here}"), entries, size)
     detail = f"mean |Δ logprob| {own.gap:.2g} nats over {len(entries)} entries {source}"
     if own.gap <= _largest_rounding(expected, own.candidate):
         finer = _in_float32(expected, own, entries, size)
@@ -221,11 +221,11 @@ def _in_float32(expected: Expected, own: Explanation, entries: Entries, size: in
         f"the same weights in float32, not {expected.precision}", Fault.PRECISION,
         f"start the server in {expected.precision} (--dtype), or expect float32 (--dtype float32)", precision="float32",
     )  # fmt: skip
-    finer = _explanation_of(found, entries, size)
+    finer = _compute_explanation(found, entries, size)
     return finer if finer.gap < FAR_BETTER * own.gap else None
 
 
-def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
+def _compute_explanation(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
     """Compute the logits of a candidate, and return the candidate with its gap from the server's logprobs. ``size`` is
     the size of the server's vocabulary; ``None``: the model's."""
     logits = candidate.logits(entries.sequences)
@@ -275,7 +275,7 @@ def _best_candidate(
     untried: list[str] = []
     for candidate in alternatives(expected):
         try:
-            tried = _explanation_of(candidate, entries, size)
+            tried = _compute_explanation(candidate, entries, size)
         except (HeadraceError, ValueError, RuntimeError, OSError) as error:
             untried.append(f"{candidate.words}: {str(error).splitlines()[0]}")
             continue

@@ -194,7 +194,7 @@ def _check_versions(report: DoctorReport) -> None:
     requirements = [Requirement(text) for text in metadata.requires("headrace") or ()]
     extras: dict[str, bool] = {}
     for each in requirements:
-        extra = _extra_of(each)
+        extra = _find_extra(each)
         problem = _why_unmet(each)
         if extra:  # an extra is installed if all its packages are
             extras[extra] = extras.get(extra, True) and not problem
@@ -207,7 +207,7 @@ def _check_versions(report: DoctorReport) -> None:
     report.add("extras", Grade.OK, f"installed: {', '.join(installed) or 'none'}; not: {', '.join(absent) or 'none'}")
 
 
-def _extra_of(requirement: Requirement) -> str:
+def _find_extra(requirement: Requirement) -> str:
     """Return the extra of the package ``headrace`` to which a requirement belongs, such as ``gem``; empty for a
     requirement without an extra."""
     marker = str(requirement.marker or "")

@@ -25,7 +25,7 @@ from headrace.run.session.own_engines import frozen_agents, teacher_model
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.parts import MappedPart, engine_part_bytes
 from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
-from headrace.wings.plan.planning import asked_of, longest_sequence
+from headrace.wings.plan.planning import make_sizing_request, longest_sequence
 from headrace.wings.plan.publication import PublicationEstimate
 from headrace.wings.plan.sizing import GB, learner_sizes, lever_words, usable_bytes
 from headrace.wings.plan.system import PlanContext
@@ -123,7 +123,7 @@ def _number_ranges(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
+def make_cluster_map(config: RunConfig, site: PlanContext) -> ClusterMap:
     """Return the map of the run with the settings ``config`` on the cluster of ``site``. Raises
     :class:`~headrace.base.errors.ConfigError` if the run needs more accelerators than the cluster has, or if a part
     fits on no machine."""
@@ -139,7 +139,7 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
         if model is not None:
             needed_bytes = {}
             with suppress(ConfigError):  # the sizes of a teacher's or an agent's model may not be known
-                engine_request = asked_of(config.model_copy(update={"model": model}))
+                engine_request = make_sizing_request(config.model_copy(update={"model": model}))
                 needed_bytes = engine_part_bytes(engine_request, longest, trained=model is config.model)
         parts.append(
             MappedPart(
@@ -283,7 +283,7 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
             f"learner.parallel.tensor={tensor} ranks are of one machine, and cluster.per_node={cluster.per_node}",
             remedy=f"set learner.parallel.tensor <= {cluster.per_node}, and learner.parallel.data for the rest",
         )
-    shape = asked_of(config).shape
+    shape = make_sizing_request(config).shape
     if engine.tensor > 1:
         refuse_uneven_heads(engine.tensor, shape.heads, shape.kv_heads)
     if shape.heads % tensor or shape.kv_heads % tensor:

@@ -26,7 +26,7 @@ from headrace.run.session.prepare import Prepared
 from headrace.sync.config import RunPlaces
 from headrace.sync.estimate import estimate_version, room_for
 from headrace.wings.plan.cluster import Cluster
-from headrace.wings.plan.planning import asked_of
+from headrace.wings.plan.planning import make_sizing_request
 from headrace.wings.plan.preview import known_gpu, site_here
 from headrace.wings.plan.sizing import GB, SizingRequest, engine_bytes, learner_sizes, memory_advice, usable_bytes
 from headrace.wings.plan.words import time_words
@@ -186,7 +186,7 @@ def engine_part_bytes(request: SizingRequest, longest: float, *, trained: bool) 
 def _sizing_request(prepared: Prepared, model: ModelConfig) -> SizingRequest | None:
     """Return the settings that determine the memory of ``model`` in the run; ``None`` if its sizes are not known."""
     with suppress(ConfigError):
-        return asked_of(prepared.config.model_copy(update={"model": model}))
+        return make_sizing_request(prepared.config.model_copy(update={"model": model}))
     return None
 
 

@@ -4,7 +4,7 @@ synchronous and the best candidate."""
 from __future__ import annotations
 
 from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SLATE, Drawing, Panel
-from headrace.wings.plan.search import PlanRow, SearchResult, row_of
+from headrace.wings.plan.search import PlanRow, SearchResult, make_plan_row
 
 AGES = (SLATE, SKY, BLUE, GREEN, PURPLE, ORANGE)
 """The colours of the staleness bounds in increasing order; they repeat after the sixth bound."""
@@ -54,4 +54,4 @@ def _named_rows(found: SearchResult) -> dict[str, PlanRow]:
     """Return the rows of the three candidates that the chart labels, by label: the settings of the run file, the best
     synchronous settings and the best settings."""
     named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
-    return {name: row_of(found.site, each) for name, each in named.items()}
+    return {name: make_plan_row(found.site, each) for name, each in named.items()}

@@ -125,7 +125,7 @@ def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[M
     )
 
 
-def machines_of(
+def assign_machines(
     engines: int, ways: int, trainers: int, cluster: Cluster, *, shared: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return the machine number of each of ``engines`` engines, with ``ways`` accelerators each, and of each of
@@ -133,7 +133,7 @@ def machines_of(
     ``shared``, both use the same accelerators.
 
     >>> from headrace.wings.plan.cluster import Cluster
-    >>> machines_of(3, 4, 3, Cluster(accelerator="H100", count=16))
+    >>> assign_machines(3, 4, 3, Cluster(accelerator="H100", count=16))
     ([0, 0, 1], [1, 1, 1])
     """
     per_machine = max(1, cluster.per_node // ways)

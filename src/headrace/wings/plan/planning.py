@@ -28,7 +28,7 @@ def bound(account: Account) -> str:
     return str(bound_of(account))
 
 
-def asked_of(config: RunConfig) -> SizingRequest:
+def make_sizing_request(config: RunConfig) -> SizingRequest:
     """Return the settings of a run file that a plan needs, with the sizes of its model. Raises
     :class:`~headrace.base.errors.ConfigError` if the model's sizes are not known."""
     learner = config.learner.serving(config.algo.columns)

@@ -11,7 +11,7 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster, ClusterFile
-from headrace.wings.plan.planning import asked_of, bound, make_site, usual_workload
+from headrace.wings.plan.planning import make_sizing_request, bound, make_site, usual_workload
 from headrace.wings.plan.search import Search
 from headrace.wings.plan.spread import RecordedSpread
 from headrace.wings.plan.system import PlanContext
@@ -47,7 +47,7 @@ def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
         cluster = Cluster(accelerator="CPU-core", count=cores, per_node=cores)
     else:
         cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
-    request = asked_of(config)
+    request = make_sizing_request(config)
     prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
     workload = usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
     return make_site(request, ClusterFile(cluster=cluster, workload=workload)), engines, learners

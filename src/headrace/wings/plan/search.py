@@ -179,7 +179,7 @@ class Search:
             best=best,
             requested=requested,
             synchronous=synchronous,
-            tried=[row_of(self.site, each) for each in self._simulated.values()],
+            tried=[make_plan_row(self.site, each) for each in self._simulated.values()],
             seconds=self.clock.now() - began_s,
         )
 
@@ -277,7 +277,7 @@ def _unique(counts: Iterator[int]) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
+def make_plan_row(site: PlanContext, tried: Candidate) -> PlanRow:
     """Return the settings and the results of the candidate ``tried`` as a row of the plan's table."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()

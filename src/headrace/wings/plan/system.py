@@ -23,7 +23,7 @@ from headrace.wings.plan.costs import (
     TrainingFlops,
     TrainingRate,
 )
-from headrace.wings.plan.placement import machines_of
+from headrace.wings.plan.placement import assign_machines
 from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, publish
 from headrace.wings.plan.sizing import GB, Fit, SizingRequest, rank_step, update_bytes
 from headrace.wings.plan.workload import Workload
@@ -193,7 +193,7 @@ class PlanContext:
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
         """Return the cost of the weight sync for a choice, with ``trainers`` ranks of the learner."""
         engines = max(1, (self.cluster.count if choice.shared else choice.generation) // self.fit.ways)
-        placed = machines_of(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
+        placed = assign_machines(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
         return self.sync_cost(choice.transport, choice.interrupt, placed, self.fit.ways)
 
     def sync_cost(

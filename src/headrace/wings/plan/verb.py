@@ -43,8 +43,8 @@ def plan(
     from headrace.run.session import load_config
     from headrace.wings.plan import load_cluster, make_site
     from headrace.wings.plan import plan as search
-    from headrace.wings.plan.cluster_map import map_of, refuse_misplaced
-    from headrace.wings.plan.planning import asked_of
+    from headrace.wings.plan.cluster_map import make_cluster_map, refuse_misplaced
+    from headrace.wings.plan.planning import make_sizing_request
 
     _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
@@ -52,9 +52,9 @@ def plan(
     file = load_cluster(cluster_file)
     if not file.cluster.of_cores:
         refuse_misplaced(config, file.cluster)
-    site = make_site(asked_of(config), file, measured, rates=rates)
+    site = make_site(make_sizing_request(config), file, measured, rates=rates)
     # cores are no places of their own: engines and learner share them
-    run_map = None if file.cluster.of_cores else map_of(config, site)
+    run_map = None if file.cluster.of_cores else make_cluster_map(config, site)
     if deploy is not None:
         _deploy(deploy, (run_file, overrides, like), file)
     found = search(site, RealClock(), seed=seed, generation=generation or None)
@@ -74,9 +74,9 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
     from headrace.base.errors import ConfigError
     from headrace.run.session import load_config
     from headrace.wings.plan import make_site
-    from headrace.wings.plan.cluster_map import map_of
+    from headrace.wings.plan.cluster_map import make_cluster_map
     from headrace.wings.plan.deploy import deploy_overrides, deployment, write_deployment
-    from headrace.wings.plan.planning import asked_of
+    from headrace.wings.plan.planning import make_sizing_request
 
     run_file, overrides, like = run
     if file.cluster.of_cores:
@@ -87,9 +87,9 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
         )
     needed = deploy_overrides(load_config(run_file, overrides, like=like))
     config = load_config(run_file, [*overrides, *needed], like=like)
-    site = make_site(asked_of(config), file)
+    site = make_site(make_sizing_request(config), file)
     chosen = [*overrides, *needed]
-    write_deployment(deployment(chosen, site, map_of(config, site), file.deploy, str(directory)), directory)
+    write_deployment(deployment(chosen, site, make_cluster_map(config, site), file.deploy, str(directory)), directory)
     console(stderr=True).print(f"wrote the files of the deployment into {directory}", style="dim")
 
 
@@ -138,14 +138,14 @@ def _refuse_picture(picture: Path | None) -> None:
 def _tree(found: SearchResult) -> dict[str, Any]:
     """Return the plan as an object for ``--json``."""
     from headrace.wings.plan.planning import bound
-    from headrace.wings.plan.search import row_of
+    from headrace.wings.plan.search import make_plan_row
     from headrace.wings.plan.words import describe
 
     named = {"asked": found.requested, "best": found.best, "synchronous": found.synchronous}
     return {
         "view": found.site.view,
         "fit": found.site.fit,
-        **{name: row_of(found.site, each) for name, each in named.items()},
+        **{name: make_plan_row(found.site, each) for name, each in named.items()},
         "tried": list(found.tried),
         "seconds": found.seconds,
         "words": describe(found, bound),

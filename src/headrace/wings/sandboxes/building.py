@@ -42,7 +42,7 @@ async def build(session: SandboxSession, task: TaskDirectory) -> None:
     session.directory, session.variables = state.directory, {**state.environment, **task.variables}
 
 
-def variables_of(session: SandboxSession, task: TaskDirectory) -> dict[str, str]:
+def collect_variables(session: SandboxSession, task: TaskDirectory) -> dict[str, str]:
     """Return the variables with which commands of the agent begin in the built environment of a task."""
     environment = state_after(task.steps, session.base_variables, task.directory).environment
     return {**environment, **session.spec.variables}

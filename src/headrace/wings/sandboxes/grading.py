@@ -12,7 +12,7 @@ from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes import swe
 from headrace.wings.sandboxes.archives import RefusedFile, packed_files, unpack
 from headrace.wings.sandboxes.base import SandboxSession
-from headrace.wings.sandboxes.building import task_directory, variables_of
+from headrace.wings.sandboxes.building import task_directory, collect_variables
 from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
@@ -39,7 +39,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     if task.named is not None:
         session.variables = {**session.first_variables(), **_ALONE, **task.test_variables}
         return await swe.grade(session, task, task.named)
-    session.variables = {**variables_of(session, task), **_ALONE, **task.test_variables}
+    session.variables = {**collect_variables(session, task), **_ALONE, **task.test_variables}
     assert task.tests is not None
     directory = session.directory = task_directory(task, session.base_variables)
     archives = await asyncio.to_thread(_packed_tests, task)

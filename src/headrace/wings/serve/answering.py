@@ -262,7 +262,7 @@ class AnswerEventStream:
         await self._data(_event(tree), more=True)
 
     @staticmethod
-    def of(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
+    def create(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
         """Return the stream of the answer to ``parsed``, in the format of its protocol. ``send`` is ASGI's function for
         sending to the client."""
         if parsed.response is not None:

@@ -171,7 +171,7 @@ class _CompletionHandler:
         """Send the answer as a stream of events, and return the HTTP status. A refusal before the first event is sent
         as an HTTP response, and a later refusal as the last event. ``asgi`` are ASGI's scope, receive and send of the
         request."""
-        events = AnswerEventStream.of(parsed, meter, asgi[2])
+        events = AnswerEventStream.create(parsed, meter, asgi[2])
         refusal = await _or_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
         )

@@ -31,7 +31,7 @@ GIVEN, TRAINED = "task", "rows"
 """The authors of a sample's tokens: of tokens without loss, and of tokens that carry loss."""
 
 
-def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
+def make_episode(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
     """Return the episode of a sample for the ledger and the batch: a chain of turns, one for each run of neighbouring
     tokens that all carry loss or all do not. The reward is 1 for a chosen (or good) answer, −1 for a rejected (or bad)
     answer, and ``None`` for a sample to imitate."""
@@ -59,7 +59,7 @@ def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> T
     return Turn(author=TRAINED if trained else GIVEN, tokens=tokens, parent=parent)
 
 
-def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
+def make_credit(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
     """Return the advantages of a sample: 1 for all tokens of a sample to imitate. For a sample with a side, one
     advantage for each turn of its ``episode``: the side (1 chosen, −1 rejected), and 0 for the prompt."""
     if not sample.side:
@@ -68,15 +68,15 @@ def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
     return [float(sample.side) if end > sample.num_prompt else 0.0 for end in ends.tolist()]
 
 
-def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
+def make_batch(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
     """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, as pairs of
     the row's number in the run and its samples."""
     pairs = [
-        (episode_of(EpisodeKey(number, index), sample), sample)
+        (make_episode(EpisodeKey(number, index), sample), sample)
         for number, samples in groups
         for index, sample in enumerate(samples)
     ]
-    laid_out = [path for episode, sample in pairs for path in paths(episode, credit_of(episode, sample))]
+    laid_out = [path for episode, sample in pairs for path in paths(episode, make_credit(episode, sample))]
     return Batch.collate(step, laid_out), [episode for episode, _ in pairs]
 
 

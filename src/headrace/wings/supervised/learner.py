@@ -43,7 +43,7 @@ from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
 from headrace.models.devices import choose_devices, num_gpus, use_device
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
-from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, objective_of
+from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, make_objective
 from headrace.wings.supervised.tied import TiedProcess, read_order
 
 LOGS = "logs"
@@ -173,7 +173,7 @@ def open_learner(config: TuningConfig, ranks: AnyRanks, snapshot: str, total_ste
     """Load the model of ``config``, from its directory or from ``snapshot``, and return the learner of this process,
     which is one of ``ranks``, with its optimizer restored from the snapshot if there is one."""
     model = config.model.at(snapshot) if snapshot else config.model
-    objective = objective_of(config)
+    objective = make_objective(config)
     context = LearnerContext(
         temperature=1.0, total_steps=total_steps, model_dir=Path(config.model.path), clock=RealClock()
     )  # fmt: skip
@@ -270,7 +270,7 @@ class RankedLearner:
         limit_s = clock.now() + LOST_S
         for other in (rank, *(each for each in range(len(self.processes)) if each != rank)):
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
-            if (failure := self._failure_of(other)) is not None:
+            if (failure := self._read_failure(other)) is not None:
                 return error_of(failure)
             if code != EXIT_RANK_LOST:  # it ended first, or it still runs and the others waited for it
                 rank = other
@@ -289,7 +289,7 @@ class RankedLearner:
             remedy=f"look at {process.log}; --resume goes on from the last snapshot",
         )
 
-    def _failure_of(self, rank: int) -> Failure | None:
+    def _read_failure(self, rank: int) -> Failure | None:
         """Return an unread failure that ``rank`` has reported; ``None`` if there is none."""
         try:
             answer = self._codec.decode(self._pipes[rank].recv_bytes()) if self._pipes[rank].poll() else None

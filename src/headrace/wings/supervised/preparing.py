@@ -134,7 +134,7 @@ def prepare_tuning(
     verify_model(Path(path))
     if not config.data.files and data is None:
         raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
-    objective = objective_of(config)
+    objective = make_objective(config)
     tokenizer = load_tokenizer(path)
     endings = stop_ids(path, tokenizer.eos_token_id)
     renderer = RowRenderer(
@@ -248,7 +248,7 @@ def _read_eval_rows(
     return read_rows([(config.data.eval_path, None)], data, config.data, render, limits=limits)
 
 
-def objective_of(config: TuningConfig) -> Objective:
+def make_objective(config: TuningConfig) -> Objective:
     """Return the objective of a run: the mean over tokens of the cross-entropy or of the divergence from a teacher, the
     mean over pairs of a preference loss, or the mean over rows of KTO's."""
     if isinstance(config, DistillConfig):

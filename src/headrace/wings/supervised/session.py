@@ -49,7 +49,7 @@ from headrace.run.session.directory import (
     write_sealed,
 )
 from headrace.run.session.prepare import refuse_inside_a_run
-from headrace.wings.supervised.booking import RowLedger, batch_of
+from headrace.wings.supervised.booking import RowLedger, make_batch
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from headrace.wings.supervised.learner import start_learner
 from headrace.wings.supervised.measuring import Measurements, VersionRewards
@@ -301,7 +301,7 @@ class TuningRun:
         ledger and in the metrics."""
         schedule, all_rows = self._prepared.schedule, self._all_rows
         numbers, rows = list(schedule.places(step)), schedule.rows(step)
-        batch, episodes = batch_of(
+        batch, episodes = make_batch(
             step, [(number, all_rows[row]) for number, row in zip(numbers, rows, strict=True)]
         )  # fmt: skip
         self._rows.take(step, numbers, rows, episodes)
@@ -376,7 +376,7 @@ class TuningRun:
 
     def _evaluate_rows(self, found: RowSet) -> dict[str, float]:
         """Return the metrics of the present weights on the rows of ``found``, without training."""
-        batch, _ = batch_of(0, list(enumerate(found.rows)))
+        batch, _ = make_batch(0, list(enumerate(found.rows)))
         metrics = tuning_metrics(self._learner.evaluate(batch))
         return {name: value for name, value in metrics.items() if name != "tokens"}
 

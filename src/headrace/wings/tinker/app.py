@@ -211,9 +211,9 @@ class _Routes:
             "create_model": self._posted(lambda service, body: service.create_model(body)),
             "get_info": self._posted(lambda service, body: service.get_info(body)),
             "forward_backward": self._in_order(
-                lambda service, body: service.train(body), wire.place_of, self._max_body_bytes
+                lambda service, body: service.train(body), wire.read_model_and_seq, self._max_body_bytes
             ),
-            "load_weights": self._in_order(lambda service, body: service.load_weights(body), schema.place_of),
+            "load_weights": self._in_order(lambda service, body: service.load_weights(body), schema.read_model_and_seq),
             "create_sampling_session": self._posted(lambda service, body: service.create_sampling_session(body)),
             "asample": self._sample,
             "retrieve_future": self._retrieve,
@@ -301,17 +301,17 @@ class _Routes:
 
     def _of_model(self, kind: str) -> Endpoint:
         """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
-        return self._in_order(lambda service, body: service.of_model(kind)(body), schema.place_of)
+        return self._in_order(lambda service, body: service.of_model(kind)(body), schema.read_model_and_seq)
 
     def _in_order(
         self,
         answer: Callable[[TinkerService, bytes], dict[str, Any]],
-        place_of: Callable[[bytes], tuple[str, int]],
+        read_model_and_seq: Callable[[bytes], tuple[str, int]],
         most: int = JSON_BYTES,
     ) -> Endpoint:
         """Return an endpoint that accepts a request of a model, to be computed in the order of the model's requests. If
         its body has more than ``most`` bytes, the request is recorded as failed, so that later requests of the model do
-        not wait for it; ``place_of`` reads the model and the request's number from the beginning of the body."""
+        not wait for it; ``read_model_and_seq`` reads the model and the request's number from the beginning of the body."""
 
         async def endpoint(request: Request) -> Response:
             """Accept the request, and answer with the request id under which the client polls for the result. If its
@@ -320,7 +320,7 @@ class _Routes:
             try:
                 body = await self._body(request, most)
             except LongBody as error:
-                service.refuse(place_of, error.beginning, error)
+                service.refuse(read_model_and_seq, error.beginning, error)
                 raise
             return JSONResponse(answer(service, body))
 
@@ -366,7 +366,7 @@ class _Routes:
     async def _urls(self, request: Request) -> Response:
         """Answer with signed URLs, one for each file of a checkpoint. They need no key, and are valid for
         :data:`URLS_S` seconds."""
-        files = (await self._catalog()).files_of(request.path_params["model"], _named(request))
+        files = (await self._catalog()).list_files(request.path_params["model"], _named(request))
         root = request.url.path.removesuffix("external_weights_urls")
         urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
         return JSONResponse(self._signer.sign(urls))
@@ -374,7 +374,7 @@ class _Routes:
     async def _file(self, request: Request) -> Response:
         """Answer with the content of one file of a checkpoint."""
         path = request.path_params
-        return FileResponse((await self._catalog()).file_of(path["model"], _named(request), path["file"]))
+        return FileResponse((await self._catalog()).find_file(path["model"], _named(request), path["file"]))
 
     async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
         """Read and return the body of a request. Raises :class:`LongBody` if it has more than ``most`` bytes or more

@@ -20,7 +20,7 @@ from headrace.base.net.refusal import Refusal, excerpt
 from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import schema
 from headrace.wings.tinker.files import OWN_FILES, checked_ttl, facts_of_state
-from headrace.wings.tinker.journal import Journal, facts_of
+from headrace.wings.tinker.journal import Journal, decode_facts
 
 FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
 """The part of a model for each flag of the client; for whole weights all flags are true."""
@@ -99,7 +99,7 @@ class Catalog:
         query = "SELECT m.id, s.facts FROM models m LEFT JOIN sessions s ON s.id = m.session ORDER BY used_s DESC, m.id"
         rows = self._journal.all(query)
         if project is not None:
-            rows = [row for row in rows if facts_of(row).get("project_id") == project]
+            rows = [row for row in rows if decode_facts(row).get("project_id") == project]
         runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
 
@@ -137,16 +137,16 @@ class Catalog:
         expires = None if ttl_s is None else self._clock.wall() + ttl_s
         self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
 
-    def files_of(self, model: str, name: str) -> list[str]:
+    def list_files(self, model: str, name: str) -> list[str]:
         """Return the names of the files of the external checkpoint ``name`` (``KIND/NAME``) of ``model`` that a client
         may download; files that only this server reads are excluded."""
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name not in OWN_FILES)
 
-    def file_of(self, model: str, name: str, file: str) -> Path:
+    def find_file(self, model: str, name: str, file: str) -> Path:
         """Return the path of one file of an external checkpoint. Raises :class:`Refusal` (status 404) for a file that
-        :meth:`files_of` does not name."""
-        if file not in self.files_of(model, name):
+        :meth:`list_files` does not name."""
+        if file not in self.list_files(model, name):
             raise Refusal(f"there is no file {excerpt(file)}", remedy="take a URL of this server", status=404)
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return Path(row["directory"]) / file
@@ -162,7 +162,7 @@ class Catalog:
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
             raise Refusal(f"there is no session {excerpt(session)}", remedy="list them first", status=404)
-        facts = facts_of(row)
+        facts = decode_facts(row)
         runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
         samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)
         return {
@@ -187,7 +187,7 @@ def _time(seconds: float) -> str:
 def _shown_checkpoint(row: Any) -> dict[str, Any]:
     """Convert a checkpoint's row of the journal to the client's format."""
     kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-    facts = facts_of(row)
+    facts = decode_facts(row)
     return {
         "checkpoint_id": "/".join(row["path"].split("/")[-2:]),
         "checkpoint_type": kinds[row["kind"]],

@@ -163,7 +163,7 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
         loaded = {_own_name(key): tensor for key, tensor in in_file.items()}
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
-        _check_shapes(kind.shapes_of(facts["spec"]), loaded, held)
+        _check_shapes(kind.list_shapes(facts["spec"]), loaded, held)
         scale, version = 1.0 if whole else float(facts["scale"]), int(facts["version"])
     except Damaged as error:
         raise _unreadable(directory, error.problem) from None

@@ -277,7 +277,7 @@ def state_directory(directory: Path) -> Path:
     return directory
 
 
-def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
+def decode_facts(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
     """Return the decoded JSON of the column ``facts`` of a row."""
     found: dict[str, Any] = json.loads(row["facts"])
     return found

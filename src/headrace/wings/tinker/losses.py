@@ -100,7 +100,7 @@ _REFUSED = {
 }
 
 
-def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
+def choose_loss(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
     """Return the loss ``name`` and its options: the defaults, overridden by the options ``given`` in the request.
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown loss or option, a missing option, and an invalid
     value."""

@@ -33,7 +33,7 @@ from headrace.wings.tinker.files import (
     write_state,
 )
 from headrace.wings.tinker.journal import Journal, JournalEntry
-from headrace.wings.tinker.losses import loss_of
+from headrace.wings.tinker.losses import choose_loss
 from headrace.wings.tinker.schema import (
     CreateModelBody,
     LoadWeightsBody,
@@ -44,7 +44,7 @@ from headrace.wings.tinker.schema import (
     parse,
 )
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, answer_of, place_of
+from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, make_answer, get_model_directory
 from headrace.wings.tinker.weights import WholeTensors
 
 KINDS = {
@@ -57,12 +57,12 @@ KINDS = {
 Step = Iterator[Answer | Tenant | None]
 
 
-def spec_of(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
+def make_spec(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
     """Return the settings (``spec``) of a new model on ``base``: base, rank, seed and trained parts. Raises
     :class:`~headrace.base.errors.ConfigError` if this server cannot train a model with the settings in ``body``."""
     if body.optimizer_config.type != "adamw":
         raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
-    return base.compute.kind.spec_of(body, base.max_rank)
+    return base.compute.kind.make_spec(body, base.max_rank)
 
 
 class Performer:
@@ -115,7 +115,7 @@ class Performer:
         if spec["seed"] is None:
             spec["seed"] = self._seed_of(entry.model)
         yield Tenant(base.compute.kind.new(spec), spec)
-        yield answer_of({"model_id": entry.model, "type": "create_model"})
+        yield make_answer({"model_id": entry.model, "type": "create_model"})
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Compute the loss of a request's data and, unless the request is forward only, add its gradient to the
@@ -123,7 +123,7 @@ class Performer:
         targets and the loss."""
         assert tenant is not None
         request = wire.read_train_request(entry.body)
-        fn, options = loss_of(request.loss_fn, request.loss_fn_config)
+        fn, options = choose_loss(request.loss_fn, request.loss_fn_config)
         base = self._bases[tenant.spec["base"]]
         limits = DataLimits(vocab_size=base.compute.vocab_size, max_context=base.max_context)
         check_data(request.data, fn.needed, fn.optional, limits)
@@ -145,7 +145,7 @@ class Performer:
         for name, value in msgspec.structs.asdict(settings).items():
             if not 0.0 <= value < (1.0 if name.startswith("beta") else float("inf")):
                 raise ConfigError(f"adam_params.{name}={value}", remedy="give a number that torch's AdamW takes")
-        yield answer_of({"metrics": tenant.step(settings), "type": "optim_step"})
+        yield make_answer({"metrics": tenant.step(settings), "type": "optim_step"})
 
     def _save(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save the weights and the optimizer's state as a checkpoint from which training can continue."""
@@ -155,7 +155,7 @@ class Performer:
         path, write = self._checkpoint(
             tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata, overwrite=body.overwrite
         )
-        yield answer_of({"path": path, "type": "save_weights"}, write=write)
+        yield make_answer({"path": path, "type": "save_weights"}, write=write)
 
     def _save_external(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save the weights as files that other programs can load, for the client to download."""
@@ -164,7 +164,7 @@ class Performer:
         if body.age_encryption_recipients:
             raise ConfigError("age_encryption_recipients: files are not encrypted here", remedy="leave it out")
         path, write = self._checkpoint(tenant, entry, body.path, body.ttl_seconds)
-        yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
+        yield make_answer({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save weights to sample from: as a named checkpoint or, if the body has the number of a sampling session,
@@ -177,12 +177,12 @@ class Performer:
         if body.sampling_session_seq_id is None:
             name = f"{tenant.version:06d}" if body.path is None else body.path
             path, write = self._checkpoint(tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata)
-            yield answer_of({"path": path, "type": "save_weights_for_sampler"}, write=write)
+            yield make_answer({"path": path, "type": "save_weights_for_sampler"}, write=write)
             return
         session = entry.model.partition(":")[0]
         sampler = f"{session}:sample:{body.sampling_session_seq_id}"
         place = f"ephemeral-{entry.seq}"
-        directory = place_of(self._directory, entry.model) / place
+        directory = get_model_directory(self._directory, entry.model) / place
         size = write_state(directory, _finite_state(tenant), base=str(tenant.spec["base"]))
         version = tenant.version
 
@@ -203,7 +203,7 @@ class Performer:
             )  # fmt: skip
             self._journal.expire_unused(now)  # the replaced weights are deleted soon
 
-        yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
+        yield make_answer({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Replace the weights of a model by the weights of a training checkpoint with the same base, rank and parts. If
@@ -216,7 +216,7 @@ class Performer:
             )
         directory = Path(row["directory"])
         spec = facts_of_state(directory)["spec"]
-        base = self._base_of(spec)
+        base = self._find_base(spec)
         if body.base_model is not None and self._bases.get(body.base_model) is not base:
             raise DataError(
                 f"base_model={body.base_model[:80]!r}: {body.path} is of {spec['base']}", remedy="leave base_model out"
@@ -242,7 +242,7 @@ class Performer:
             """Record the settings of the model with the loaded weights in the journal."""
             self._journal.run("UPDATE models SET spec = ? WHERE id = ?", written, entry.model)
 
-        yield answer_of(answer, write=write, copy=True)
+        yield make_answer(answer, write=write, copy=True)
 
     def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
         """Raise the error of a request that did not arrive or whose body was too long. The body of the journal entry
@@ -255,7 +255,7 @@ class Performer:
             remedy="look at the error of the call that sent it, and repeat that call",
         )
 
-    def _base_of(self, spec: Mapping[str, Any]) -> FrozenBase:
+    def _find_base(self, spec: Mapping[str, Any]) -> FrozenBase:
         """Return the base of a model with the settings ``spec``. Raises :class:`~headrace.base.errors.DataError` if it
         is not served."""
         base = self._bases.get(spec["base"])
@@ -289,7 +289,7 @@ class Performer:
         old = self._journal.one("SELECT directory, size_bytes FROM checkpoints WHERE path = ?", path)
         if old is not None and not overwrite:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
-        directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
+        directory = get_model_directory(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
         state, external = _finite_state(tenant), kind == "external_weights"
         base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):

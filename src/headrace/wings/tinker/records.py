@@ -127,7 +127,7 @@ class ServerRecords:
         )
         with self._reading() as db:
             rows = db.execute(query, (model,)).fetchall()
-        return [one for row in rows for one in _data_of(row)][:MOST_ROWS]
+        return [one for row in rows for one in _read_datum_rows(row)][:MOST_ROWS]
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -142,7 +142,7 @@ class ServerRecords:
             raise DataError(f"{file} cannot be read: {error}", remedy="give the state of a headrace tinker") from None
 
 
-def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
+def _read_datum_rows(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
     """Yield each datum of a stored training request as a row of the page, with its tokens, targets and loss inputs;
     nothing if the request cannot be read."""
     try:

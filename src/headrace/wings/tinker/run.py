@@ -36,7 +36,7 @@ SWEEP_S = 5.0
 KEY_FILE = "key"
 
 
-def key_of(state: Path) -> str:
+def read_or_create_key(state: Path) -> str:
     """Return the key that clients of the server must send. It is read from a file in the state directory ``state``; the
     first start creates that file, which only its user can read. Raises :class:`~headrace.base.errors.ConfigError` for a
     file without a valid key."""

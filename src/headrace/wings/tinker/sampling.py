@@ -78,7 +78,7 @@ Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
 """A function that stores the samples of a request, each with the reason why it ended."""
 
 
-def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
+def make_sample_plan(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
     """Check the request ``body``, and return it as a plan. ``fresh_seed`` is the seed of the samples if the request has
     none. Raises :class:`~headrace.base.errors.DataError` for a request that is invalid or exceeds the ``limits``."""
     prompt_N = _ids(body.prompt, limits)

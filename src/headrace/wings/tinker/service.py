@@ -32,9 +32,9 @@ from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.files import facts_of_state
 from headrace.wings.tinker.jobs import JSON, PROTOBUF, ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
-from headrace.wings.tinker.performing import spec_of
+from headrace.wings.tinker.performing import make_spec
 from headrace.wings.tinker.samplers import SamplerRecord
-from headrace.wings.tinker.sampling import Array, answer, plan_of
+from headrace.wings.tinker.sampling import Array, answer, make_sample_plan
 from headrace.wings.tinker.tenants import MISSING, Tenants, failure
 
 
@@ -155,7 +155,7 @@ class TinkerService:
         client polls for the result."""
         given = schema.parse(body, schema.CreateModelBody)
         self._touch_session(given.session_id)
-        spec = spec_of(given, self._base(given.base_model).training)
+        spec = make_spec(given, self._base(given.base_model).training)
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
@@ -241,14 +241,14 @@ class TinkerService:
 
     def train(self, body: bytes) -> dict[str, Any]:
         """Accept a forward_backward request, whose body is a protobuf message, and return its request id."""
-        model, seq = wire.place_of(body)
+        model, seq = wire.read_model_and_seq(body)
         return self._accept(model, seq, "forward_backward", body)
 
-    def refuse(self, place_of: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
+    def refuse(self, read_model_and_seq: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
         """Record a request with a too long body as failed with ``error``. Otherwise later requests of its model would
-        wait for it. ``place_of`` reads the model and the request's number from the ``beginning`` of the body."""
+        wait for it. ``read_model_and_seq`` reads the model and the request's number from the ``beginning`` of the body."""
         try:
-            model, seq = place_of(beginning)
+            model, seq = read_model_and_seq(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
         except HeadraceError:
             return  # no place is known, or no such model
@@ -270,7 +270,7 @@ class TinkerService:
         for its result. Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait
         or another model has reserved the base."""
         row = self.catalog.model(model)
-        base = self._base_of(row)
+        base = self._find_base(row)
         self._touch_session(row["session"])
         due = self._parts.tenants.next_seq(model)
         if not 1 <= seq <= due + self._config.max_waiting:
@@ -397,7 +397,7 @@ class TinkerService:
     async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
         """Sample, and return the encoded answers. The sampler's weights stay in memory until this coroutine ends."""
         base = self._base(record.base)
-        plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
+        plan, weights = make_sample_plan(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
             await self._use(record)
@@ -462,7 +462,7 @@ class TinkerService:
         to score."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
         base = self._base(record.base)
-        weights = base.weights.weights_of(record.id)
+        weights = base.weights.find_weights(record.id)
 
         def set_result(found: PromptScores) -> None:
             """Resolve the caller's future, unless the caller was cancelled."""
@@ -501,7 +501,7 @@ class TinkerService:
         event = self._result_events.setdefault((model, seq), asyncio.Event())
         found = self._journal.outcome(model, seq)  # read after the event was created, so that no result is missed
         if found is not None and found.status == WAITING:
-            self._base_of(self.catalog.model(model))
+            self._find_base(self.catalog.model(model))
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
             found = self._journal.outcome(model, seq)
@@ -566,9 +566,9 @@ class TinkerService:
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise Refusal(f"there is no sampler {excerpt(sampler)}", remedy="create it first", status=404)
-        return SamplerRecord.of(row)
+        return SamplerRecord.from_row(row)
 
-    def _base_of(self, model: Any) -> ServedBase:
+    def _find_base(self, model: Any) -> ServedBase:
         """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503 if the
         base is not served now: the client then retries, and does not skip the request, for which later requests would
         wait."""

@@ -418,10 +418,10 @@ class Tenants:
 
     def _model_directory(self, model: str) -> Path:
         """Return the directory of a model's files."""
-        return place_of(self._directory, model)
+        return get_model_directory(self._directory, model)
 
 
-def place_of(directory: Path, model: str) -> Path:
+def get_model_directory(directory: Path, model: str) -> Path:
     """Return the directory of a model's files below the state directory of the server."""
     return directory / "runs" / model.replace(":", "_")
 
@@ -452,7 +452,7 @@ def failure(error: Exception) -> bytes:
     return json.dumps({"error": words, "category": category}).encode()
 
 
-def answer_of(value: dict[str, Any], **more: Any) -> Answer:
+def make_answer(value: dict[str, Any], **more: Any) -> Answer:
     """Return an :class:`Answer` whose result is ``value`` as JSON; ``more`` are its other fields."""
     return Answer(result=json.dumps(value).encode(), **more)
 

@@ -46,9 +46,9 @@ def tinker(
     from headrace.base.heap import gc_disabled
     from headrace.wings.tinker.config import TinkerConfig
 
-    bases = bases_of(model, name, whole)
+    bases = make_bases(model, name, whole)
     with gc_disabled():
-        from headrace.wings.tinker.run import key_of, serve
+        from headrace.wings.tinker.run import read_or_create_key, serve
 
     config = TinkerConfig(
         bases=bases,
@@ -60,7 +60,7 @@ def tinker(
         max_models=max_models,
         max_resident=max_resident,
     )
-    key = key_of(config.state)
+    key = read_or_create_key(config.state)
     serve(config, key, clock=RealClock(), serving=lambda url: _say_serving(config, url, key))
 
 
@@ -78,7 +78,7 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
+def make_bases(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
 
     ``given`` are the values of ``--name``, for bases whose clients train adapters. ``whole`` are the values of

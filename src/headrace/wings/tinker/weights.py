@@ -41,7 +41,7 @@ class WeightKind(Protocol):
     alone: bool
     """Whether only one model at a time can be trained on the base."""
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
         """Return the specification of the model that the request ``body`` describes. Raises
         :class:`~headrace.base.errors.ConfigError` if this server cannot train it, for example because its rank is above
         ``max_rank``."""
@@ -51,7 +51,7 @@ class WeightKind(Protocol):
         """Return new trainable weights, with which the model computes the same as the base."""
         ...
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors of weights with this specification."""
         ...
 
@@ -75,7 +75,7 @@ class AdapterKind:
         """Add hooks to ``model`` by which passes compute with adapters."""
         self._multi = MultiLora(model)
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
         """Return the specification of the adapter that a request describes. Raises
         :class:`~headrace.base.errors.ConfigError` for an invalid rank, seed or choice of parts."""
         lora = body.lora_config
@@ -104,7 +104,7 @@ class AdapterKind:
             raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
         return self._multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors of an adapter with this specification."""
         return {**self._multi.shapes_of(rank=spec["rank"], parts=spec["parts"])}
 
@@ -137,7 +137,7 @@ class WholeKind:
             if tensor is not None
         ]
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
         """Return the specification of a model that trains all weights. Raises
         :class:`~headrace.base.errors.ConfigError` if the request excludes a part."""
         lora = body.lora_config or LoraBody(rank=1)
@@ -151,7 +151,7 @@ class WholeKind:
         """Return trainable copies of the base's weights; ``spec`` is not used."""
         return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of all weights of the base."""
         return {name: tuple(tensor.shape) for name, tensor in self._base.items()}
 

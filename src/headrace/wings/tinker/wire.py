@@ -71,7 +71,7 @@ class SparseCells:
         return np.repeat(np.arange(len(self.row_starts) - 1), np.diff(self.row_starts))
 
 
-def place_of(body: bytes) -> tuple[str, int]:
+def read_model_and_seq(body: bytes) -> tuple[str, int]:
     """Return the id of the model and the number of the forward_backward request in ``body``. The rest of the body may
     be invalid or cut off. Raises :class:`~headrace.base.errors.DataError` if the two fields cannot be read."""
     model, seq_id = "", 0

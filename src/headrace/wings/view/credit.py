@@ -46,7 +46,7 @@ class EpisodeAdvantages:
         self._steps: dict[tuple[Path, int], _Step] = {}
         self._reverse_kl: dict[Path, ReverseKl | None] = {}
 
-    def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
+    def find(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
         """Return the advantage of each turn of ``episode``, or ``None`` and the reason why there is no advantage.
         ``row`` is the episode's record in the list of episodes."""
         if row.step is None:
@@ -64,14 +64,14 @@ class EpisodeAdvantages:
     def teacher_term(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
         """Return the term that a teacher adds to the advantage of each of T tokens, computed from ``gaps_T``, log ν −
         log μ; ``None`` if no teacher contributes to the run's advantage, or if there are no gaps."""
-        reverse_kl = self._reverse_kl_of(run)
+        reverse_kl = self._get_reverse_kl(run)
         return None if reverse_kl is None or gaps_T is None else reverse_kl.of_tokens(gaps_T.astype(np.float64))
 
     def has_teacher_term(self, run: OpenRun) -> bool:
         """Return whether a teacher adds a term to the run's advantages."""
-        return self._reverse_kl_of(run) is not None
+        return self._get_reverse_kl(run) is not None
 
-    def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
+    def _get_reverse_kl(self, run: OpenRun) -> ReverseKl | None:
         """Return the settings of the run's advantage if it is the reverse KL to a teacher, and ``None`` otherwise. The
         settings are read once for each run."""
         with self._lock:

@@ -106,9 +106,9 @@ def read_episode(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) ->
     episode = with_columns(episode, run.directory)
     siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
     row = next(each for each in siblings if each.place == key.place)
-    advantages, why = advantage_cache.of(run, episode, row)
+    advantages, why = advantage_cache.find(run, episode, row)
     differing = routing_differences(episode)
-    recorded = TeacherColumns.of(run, episode)
+    recorded = TeacherColumns.read(run, episode)
     if advantage_cache.has_teacher_term(run) and not recorded.teacher_scores:
         advantages, why = None, f"a teacher adds to it, and of that: {no_teacher_reason(run, row.step)}"
     turns = [
@@ -150,7 +150,7 @@ def window(
     element per token: up to ``span[1]`` tokens, beginning with token ``span[0]``. Columns that were not recorded are
     left out."""
     first, count = span
-    episode, held = _turn_of(run, name, turn)
+    episode, held = _find_turn(run, name, turn)
     tokens = held.tokens
     last = min(len(tokens), first + min(count, MOST_WINDOW))
     shown_W = tokens.ids_T[first:last]
@@ -166,7 +166,7 @@ def window(
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
         columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    recorded = run.cached(f"recorded {name}", lambda: TeacherColumns.of(run, episode))
+    recorded = run.cached(f"recorded {name}", lambda: TeacherColumns.read(run, episode))
     if turn in recorded.gaps:
         columns["gap"] = [_finite(value) for value in recorded.gaps[turn][first:last].tolist()]
     if (teacher_scores := recorded.teacher_scores.get(turn)) is not None:
@@ -185,7 +185,7 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
     """Return the further records of token number ``place`` of a turn: its kept-set as text, its experts by layer, and
     its teacher's distribution; what was not recorded is left out. Raises :class:`~headrace.base.errors.DataError` if
     there is no such token."""
-    _, held = _turn_of(run, name, turn)
+    _, held = _find_turn(run, name, turn)
     tokens = held.tokens
     if not 0 <= place < len(tokens):
         raise DataError(f"turn {turn} has no token {place}", remedy=f"it has {len(tokens)}")
@@ -320,7 +320,7 @@ def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] |
     return None
 
 
-def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
+def _find_turn(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
     """Return the episode with the key ``name`` (``GROUP.PLACE``), and its turn number ``turn``. Raises
     :class:`~headrace.base.errors.DataError` if there is no such turn."""
     key = _parse_key(name)
@@ -391,7 +391,7 @@ class TeacherColumns:
     """The log-probabilities of the tokens under a teacher, which runs in an engine or in the learner's process."""
 
     @classmethod
-    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
+    def read(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
         """Read the recorded values of ``episode`` from the ledger of the run."""
         learned = run.browser().token_results(episode.key.group)
         served = {

@@ -57,7 +57,7 @@ def write_page(run_dir: Path) -> Path:
     clock = RealClock()
     run = OpenRun(run_dir, clock)
     try:
-        made = page(answers_of(run, clock))
+        made = page(collect_page_answers(run, clock))
     finally:
         run.close()
     target = run_dir / REPORT_FILE
@@ -72,7 +72,7 @@ def write_page(run_dir: Path) -> Path:
     return target
 
 
-def answers_of(run: OpenRun, clock: Clock) -> Answers:
+def collect_page_answers(run: OpenRun, clock: Clock) -> Answers:
     """Return the answers to all requests of the pages, by path below ``/api``, for a single run, whose number is 0.
     ``clock`` limits the time of slow answers."""
     metrics = figures.metrics(run)

@@ -166,7 +166,7 @@ class LaneIndex:
     def busy(self, lane: str, within: tuple[float, float]) -> float:
         """Return the fraction of the time ``within`` (start and end) in which the lane worked, waiting excluded; 0 if
         ``within`` is empty."""
-        return float(fill_fractions(self._busy_of(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
+        return float(fill_fractions(self._find_busy_intervals(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
 
     def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
         """Return the number of seconds that the lane worked in all intervals of ``pieces`` together."""
@@ -203,7 +203,7 @@ class LaneIndex:
             part["bins"] = np.round(fill_fractions(kind.union(), edges_B), 3).tolist()
         return part
 
-    def _busy_of(self, lane: str) -> tuple[Column, Column]:
+    def _find_busy_intervals(self, lane: str) -> tuple[Column, Column]:
         """Return the starts and ends of the disjoint intervals in which a lane worked, waiting excluded."""
         if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]

@@ -43,7 +43,7 @@ def make_tenants_app(
     def sample(request: Request) -> Response:
         """Answer with the sampled sequence whose number is in the path, its tokens as pieces of text."""
         found = records.sample(request.path_params["number"])
-        pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
+        pieces = texts.decode(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
         return json_response({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
@@ -53,7 +53,7 @@ def make_tenants_app(
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
         data = records.last_training_data(model)
-        return json_response([{**datum, "pieces": texts.of(base, _first(datum["targets"]))} for datum in data])
+        return json_response([{**datum, "pieces": texts.decode(base, _first(datum["targets"]))} for datum in data])
 
     answers = [
         Route("/api/tenants", tenants),
@@ -71,7 +71,7 @@ class _Texts:
         self._records = records
         self._tokenizers: dict[str, DirectoryTokenizer] = {}
 
-    def of(self, base: str, ids: Sequence[int]) -> list[str]:
+    def decode(self, base: str, ids: Sequence[int]) -> list[str]:
         """Return the text of each of ``ids`` by the tokenizer of the base model named ``base``."""
         if base not in self._tokenizers:
             self._tokenizers[base] = DirectoryTokenizer(self._records.bases().get(base, ""))

@@ -29,7 +29,7 @@ class RunClock:
     lives.
 
     >>> clock = RunClock([(100.0, 110.0), (500.0, 520.0)])
-    >>> clock.of([105.0, 300.0]), clock.length
+    >>> clock.to_running_time([105.0, 300.0]), clock.length
     ([5.0, 10.0], 30.0)
     >>> clock.pieces(5.0, 15.0)
     [(105.0, 110.0), (500.0, 505.0)]
@@ -47,13 +47,13 @@ class RunClock:
         self._run_times = np.ravel(np.column_stack([[start + PAUSE_S for start in self.starts], ends]))
         self._run_times[0] = 0.0
 
-    def of(self, moments_s: Sequence[float]) -> list[float]:
+    def to_running_time(self, moments_s: Sequence[float]) -> list[float]:
         """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond. A moment within a
         pause is converted to the end of the life before the pause."""
         found: list[float] = np.round(np.interp(moments_s, self._span_times, self._run_times), 6).tolist()
         return found
 
-    def back(self, run_S: Column) -> Column:
+    def to_span_clock(self, run_S: Column) -> Column:
         """Convert running time in seconds to moments on the spans' clock."""
         moments: Column = np.interp(run_S, self._run_times, self._span_times)
         return moments
@@ -87,7 +87,7 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
         if not window[0] < window[1]:
             raise DataError(f"the window from {start!r} to {end!r} is empty", remedy="give two moments that rise")
         edges_B = np.linspace(*window, min(MOST_BINS, max(10, int(_moment(bins, 600.0)))) + 1)
-        shown = lanes.window(clock.back(edges_B))
+        shown = lanes.window(clock.to_span_clock(edges_B))
         account = recorded_account(run.summary.tree) or recorded_account(run.live.tree)
         pieces = clock.pieces(*window)
         length = sum(last - first for first, last in pieces) or 1.0
@@ -96,7 +96,7 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
             lane["busy_overall"] = _in_training(account, lane["lane"])
             lane["parts"] = [part for part in lane["parts"] if _convert_spans(part, clock)]
         ended = [each for life in moved for each in life]
-        moments = clock.of([at for at, _ in ended])
+        moments = clock.to_running_time([at for at, _ in ended])
         marks = [{"step": step.version, "at": at} for at, (_, step) in zip(moments, ended, strict=True)]
         inside = [mark for mark in marks if window[0] <= mark["at"] <= window[1]]
         return {
@@ -142,7 +142,7 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
     has."""
     if "spans" not in part:
         return True
-    starts, ends = (clock.of(side) for side in part["spans"])
+    starts, ends = (clock.to_running_time(side) for side in part["spans"])
     momentary = [start == end for start, end in zip(*part["spans"], strict=True)]
     kept = [place for place, end in enumerate(ends) if starts[place] < end or momentary[place]]
     part["spans"] = [[side[place] for place in kept] for side in (starts, ends)]

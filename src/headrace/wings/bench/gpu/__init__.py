@@ -24,7 +24,7 @@ from headrace.base.errors import ConfigError
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compare_figures, figures_of, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.files import GpuFile, compare_figures, merge_figures, make_card_rates, read_file, write_file
 from headrace.wings.bench.gpu.refusals import model_folder, query_card, refuse_card, refuse_options
 from headrace.wings.bench.gpu.stages import choose_stages
 
@@ -65,7 +65,7 @@ def measure(
 
         def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
             """Write the file with the outcomes so far."""
-            rates = rates_of(card, outcomes)
+            rates = make_card_rates(card, outcomes)
             content = GpuFile(
                 made=made, pretend=pretend, card=card, budget_s=budget, rates=rates, stages=list(outcomes)
             )  # fmt: skip
@@ -123,5 +123,5 @@ def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Repo
     broken = [outcome.name for outcome in outcomes if outcome.state in ("failed", "out of time")]
     targets.append(at_most(" ".join(["stages that failed or were killed", *broken]), len(broken), 0, "stages"))
     if before is not None:
-        rows += compare_figures(figures_of(outcomes), figures_of(before.stages))
+        rows += compare_figures(merge_figures(outcomes), merge_figures(before.stages))
     return make_report(rows, targets)

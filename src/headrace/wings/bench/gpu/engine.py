@@ -14,7 +14,7 @@ from headrace.engine.native import NativeEngine
 from headrace.wings.bench.base import at_least
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.engines import Load, decode, floor_s, open_engine
-from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, find_model, write_model
 
 ROOFLINE = 0.6
 """The target fraction of the roofline, for the models of :data:`~.shapes.MEASURED`."""
@@ -76,12 +76,12 @@ def _name(case: EngineCase) -> str:
 def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[str, float]) -> None:
     """Open an engine, decode, and record the figures of one case. The first case stores the overhead of a step in
     ``overhead``, and later cases read it there."""
-    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    sizes = find_model(case.model, pretend=stage.pretend).sizes
     folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     engine = open_engine(stage, folder, DTYPE, case.load)
-    vocab = model_of(case.model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(case.model, pretend=stage.pretend).settings["vocab_size"]
     figures = decode(stage, engine, case.load, vocab, **case.sampling)
     floor_step_s = floor_s(sizes, figures, case.load, stage.request.ceilings, 2)
     share = floor_step_s / figures.step_s

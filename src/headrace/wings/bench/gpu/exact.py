@@ -21,7 +21,7 @@ from headrace.base.environ import program_environment
 from headrace.policy import Policy
 from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.gpu.base import StageContext
-from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, find_model, write_model
 
 CONTRACT = "headrace.testing.engine_on_device"
 """The program that checks the contract of engines on one device."""
@@ -52,7 +52,7 @@ async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None
     """Sample groups of answers and train on them, and record the mean difference of log π and log μ."""
     folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
-    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(model, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     start = rng.integers(3, vocab, long).tolist()
     prompts: list[Any] = [start + rng.integers(3, vocab, more).tolist() for more in (1, long // 2)] + [start[:7]]

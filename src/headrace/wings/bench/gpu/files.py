@@ -38,13 +38,13 @@ class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[GpuStageOutcome]
 
 
-def rates_of(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
+def make_card_rates(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
     """Return the rates of the GPU ``card`` for the planner; a rate that no stage has measured yet is ``None``."""
-    figures = figures_of(outcomes)
+    figures = merge_figures(outcomes)
     return CardRates(card=card, **{name: figures.get(name) for name in _RATES})
 
 
-def figures_of(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
+def merge_figures(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
     """Return the figures of all stages by name."""
     return {key: value for outcome in outcomes for key, value in outcome.figures.items()}
 

@@ -24,7 +24,7 @@ from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.engine import draw_lengths
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, find_model, write_model
 from headrace.wings.plan.costs import TrainingFlops
 
 MFU = 0.4
@@ -107,7 +107,7 @@ def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, An
 
 def _batch(stage: StageContext, core: LearnerCore, model: str, prompt: int, answers: tuple[int, ...]) -> Batch:
     """Return a random batch for the next step of ``core``, a learner of the model with the name ``model``."""
-    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(model, pretend=stage.pretend).settings["vocab_size"]
     return random_batch(core.version, prompt=prompt, answers=answers, vocab=vocab)
 
 
@@ -146,7 +146,7 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
     core = _open(stage, case.model, DTYPE, case.settings, case.rank)
     times_s = [core.train(_batch(stage, core, case.model, case.prompt, case.answers)).seconds for _ in range(4)]
     seconds = min(times_s[1:])
-    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    sizes = find_model(case.model, pretend=stage.pretend).sizes
     lengths = np.array(case.answers, np.float64) + case.prompt
     rate = stage.request.ceilings.get("product_bfloat16_tflops", float("inf")) * 1e12
     share = (

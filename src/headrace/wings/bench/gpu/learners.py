@@ -16,7 +16,7 @@ from headrace.learner.core import LearnerCore
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.devices import use_device
 from headrace.wings.bench.gpu.base import StageContext
-from headrace.wings.bench.learner_worker import batch_of
+from headrace.wings.bench.learner_worker import make_batch
 
 
 def open_learner(
@@ -39,4 +39,4 @@ def open_learner(
 def random_batch(step: int, *, prompt: int, answers: tuple[int, ...], vocab: int, seed: int = 0) -> Batch:
     """Return a batch for training step ``step``: random answers with the lengths ``answers`` to random prompts of
     ``prompt`` tokens. Equal arguments yield equal samples at any step."""
-    return batch_of(step, {"prompt": prompt, "lengths": list(answers), "vocab": vocab, "seed": seed})
+    return make_batch(step, {"prompt": prompt, "lengths": list(answers), "vocab": vocab, "seed": seed})

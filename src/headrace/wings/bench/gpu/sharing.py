@@ -14,7 +14,7 @@ from headrace.policy import Policy
 from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import SMALL, find_model, write_model
 
 ROUNDS = 10
 GROWTH = 1.02
@@ -66,7 +66,7 @@ def _exceed_memory(stage: StageContext) -> None:
     """Limit the memory of this process, let a step fail, and repeat it with the smaller micro-batches that the error
     names, until a step succeeds; record the result."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
-    vocab = model_of(SMALL, pretend=False).settings["vocab_size"]
+    vocab = find_model(SMALL, pretend=False).settings["vocab_size"]
     tokens, message = 65_536, ""
     batch: dict[str, Any] = {"prompt": 16, "answers": (2032,) * 32, "vocab": vocab}
     total = torch.cuda.get_device_properties(0).total_memory

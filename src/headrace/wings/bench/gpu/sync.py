@@ -31,7 +31,7 @@ from headrace.wings.bench.base import Row, at_least, at_most
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.bench.gpu.engines import Load, open_engine
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, find_model, write_model
 
 VERSIONS = 6
 """The number of measured versions of each codec; two versions before these allocate memory."""
@@ -59,7 +59,7 @@ def _measure(stage: StageContext, name: str, codec: str) -> None:
     with closing(make_publisher(route, weight_tensors(core.model))) as publisher:
         engine = _engine(stage, folder, load, codec, core)
         transfer = _VersionTransfer(
-            stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"]
+            stage, core, publisher, engine, find_model(name, pretend=stage.pretend).settings["vocab_size"]
         )
         found = [transfer.send_version() for _ in range(VERSIONS + 2)][2:]
         row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}

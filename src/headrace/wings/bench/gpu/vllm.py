@@ -18,7 +18,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.wings.bench.base import at_least
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.bench.gpu.engines import Load, open_engine
-from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, find_model, write_model
 
 PROGRAM = Path(__file__).with_name("vllm_side.py")
 LOAD = Load(sequences=256, prompt=896, new=256)
@@ -46,7 +46,7 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
     requests."""
     dtype = "float32" if stage.pretend else "bfloat16"
     folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
-    vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
     ours = _measure_native(stage, folder, dtype, load, prompts)

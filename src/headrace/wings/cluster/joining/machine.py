@@ -20,7 +20,7 @@ from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.pool import MachineGone
 from headrace.launch.starts import Briefing, EnvironmentStart
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import FarExit, NodeQuery, NodeReply, StartOrder, paths_of
+from headrace.wings.cluster.far.supervisor import FarExit, NodeQuery, NodeReply, StartOrder, list_required_paths
 
 LAST_S = 1.0
 """Longest wait for a machine's confirmation that it leaves, in seconds."""
@@ -162,7 +162,7 @@ class JoinedStarter:
     async def _query_node(self, supervisor: _MachineSupervisor, start: EnvironmentStart) -> NodeReply:
         """Return the machine's reply to the query about the environment's paths and the run directory. Raises
         :class:`~headrace.base.errors.ConfigError` if the machine lacks one of the paths."""
-        query = msgspec.structs.replace(self._query, paths=paths_of(start))
+        query = msgspec.structs.replace(self._query, paths=list_required_paths(start))
         found = msgspec.json.decode(
             await in_time(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
         )

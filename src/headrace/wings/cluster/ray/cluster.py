@@ -106,7 +106,7 @@ def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusabl
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
-        return SupervisorUnusable(_last_line_of(error))
+        return SupervisorUnusable(_get_last_line(error))
     return SupervisorLost(_end_reason(error))
 
 
@@ -352,7 +352,7 @@ def _end_reason(error: BaseException) -> str:
     return f"was lost with its actor ({sentence[0].strip() if sentence else text[:200]})"
 
 
-def _last_line_of(error: BaseException) -> str:
+def _get_last_line(error: BaseException) -> str:
     """Return the last line of an error's text, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

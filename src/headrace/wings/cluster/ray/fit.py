@@ -40,14 +40,14 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         _refuse_gpu_count(name, share, 1, f"each {name} worker")
 
 
-def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
+def choose_devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
     """Return the devices of ``num_engines`` engines and ``num_ranks`` ranks of the learner. Only the GPUs that a part
     has requested from the cluster are visible to it, and torch numbers them from 0."""
-    engine, learner = (_device_of(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
+    engine, learner = (_name_device(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 
 
-def _device_of(gpus: int) -> str:
+def _name_device(gpus: int) -> str:
     """Return the device of a part that has requested ``gpus`` GPUs, such as ``cuda:0,1``; the CPU for 0 GPUs."""
     return f"{CUDA}:{','.join(map(str, range(gpus)))}" if gpus else CPU
 

@@ -33,7 +33,7 @@ from headrace.launch.order import LaunchOrder
 from headrace.launch.places import teacher_role
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import NodeQuery, NodeReply, StartOrder, paths_of
+from headrace.wings.cluster.far.supervisor import NodeQuery, NodeReply, StartOrder, list_required_paths
 from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 
 WARN_S = 20.0
@@ -75,10 +75,10 @@ def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
         *(f"agent-{name}" for name in order.agents),
         *map(teacher_role, order.teachers),
     ]
-    return [(name, share_of(name, order.launch.ray)) for name in [*ranks[: len(order.devices.learner)], *engines]]
+    return [(name, find_share(name, order.launch.ray)) for name in [*ranks[: len(order.devices.learner)], *engines]]
 
 
-def share_of(name: str, config: RayConfig) -> ResourceShare:
+def find_share(name: str, config: RayConfig) -> ResourceShare:
     """Return the resources that the part ``name`` requests from the cluster. They are set for the part's role, which is
     the word before the first dash; engines of agents and of teachers request the resources of an engine."""
     role = name.partition("-")[0]
@@ -116,7 +116,7 @@ class RayStarter:
 
     def _actor(self, name: str) -> Actor:
         """Start an actor for the part ``name``, with the resources of its role."""
-        return self._cluster.start_supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
+        return self._cluster.start_supervisor(name, find_share(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
         """Start a process on a node with free resources, and on another node if that node is lost during the start.
@@ -135,7 +135,7 @@ class RayStarter:
     async def _start_on_any_node(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
         """Start a process as :meth:`start` does, with one node after the other."""
         timeout_s = self._order.launch.start_timeout_s
-        share = share_of(spec.name, self._order.launch.ray)
+        share = find_share(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
         while True:
             actor = self._waiting_actors.pop(spec.name, None) or self._actor(spec.name)
@@ -186,11 +186,11 @@ class RayStarter:
     async def _query_node(self, actor: Actor, spec: ProcessSpec, deadline_s: float) -> NodeReply:
         """Return the node's reply to the query about the paths of the process and the run directory. Wait for the actor
         until ``deadline_s``, and warn the user once if the wait is longer than :data:`WARN_S` seconds."""
-        query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
+        query = NodeQuery(paths=list_required_paths(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
         reply = actor.call("describe_node", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
         if not reply.done() and self._clock.now() < deadline_s:
-            share = share_of(spec.name, self._order.launch.ray)
+            share = find_share(spec.name, self._order.launch.ray)
             words = (
                 f"{spec.name} ({share}) has waited {WARN_S:g} s for a node, or for its node to start its actor; "
                 f"{await self._cluster.describe_resources()}"

@@ -142,7 +142,7 @@ class LocalDriver(SandboxDriver):
         self.refuse_closed()
         if snapshot.released:
             raise unusable_snapshot()
-        files = self._files_of(snapshot)
+        files = self._get_files(snapshot)
         layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
         session = await self._begin(snapshot.spec, layers, files.user)
         if isinstance(files, CopiedFiles):
@@ -157,14 +157,14 @@ class LocalDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Free the files of a snapshot; layers that a fork uses are freed after the fork."""
         if not snapshot.released:
-            files = self._files_of(snapshot)
+            files = self._get_files(snapshot)
             snapshot.released = True
             if isinstance(files, LayerFiles):
                 await self.drop(files.layers)
             else:
                 files.close()
 
-    def _files_of(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
+    def _get_files(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
         """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
         driver, whose layers have the same names."""
         files = snapshot.files

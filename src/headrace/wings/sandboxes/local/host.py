@@ -237,7 +237,7 @@ class SandboxHost:
             _become(order["user"])
         control.set_inheritable(True)
         os.set_inheritable(order["way"], True)
-        names = {name: _file_of(text) for name, text in init.names(order["user"]).items()}
+        names = {name: _make_memory_file(text) for name, text in init.names(order["user"]).items()}
         words = [*self._bubblewrap(["--bind", files, "/"], names), f"{root.PROGRAM}/local/init.py"]
         os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
@@ -287,7 +287,7 @@ def _use_rights() -> None:
     _become(FIRST_USER)
 
 
-def _file_of(text: str) -> int:
+def _make_memory_file(text: str) -> int:
     """Return the descriptor of an anonymous file with the content ``text``, which child processes inherit."""
     descriptor = os.memfd_create("file", 0)
     os.write(descriptor, text.encode())

@@ -35,7 +35,7 @@ from headrace.wings.sandboxes.served.hosted import (
     launcher_arguments,
     quietly,
     refuse_missing,
-    words_of,
+    describe_error,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
@@ -126,7 +126,7 @@ class DaytonaChannel(HostedChannel):
                 text = encoded_input(data[start : start + SENT_BYTES])
                 await self._sandbox.process.send_session_command_input(self._name, self._command, text)
         except Exception as error:  # errors of the client's transport have another base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -157,7 +157,7 @@ class DaytonaChannel(HostedChannel):
                 )
                 break
             except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-                self._ended = words_of(error)
+                self._ended = describe_error(error)
                 if not self._connected:
                     break
         await self._pieces.put(b"")
@@ -235,7 +235,7 @@ class DaytonaDriver(HostedDriver):
                     await self.remove(name)
         except Exception as error:
             raise EnvError(
-                f"Daytona cannot be used: {words_of(error)}",
+                f"Daytona cannot be used: {describe_error(error)}",
                 remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots, and look at "
                 "status.daytona.io",
             ) from error
@@ -296,7 +296,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
     what failed."""
     from daytona import DaytonaAuthenticationError, DaytonaForbiddenError, DaytonaRateLimitError
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, DaytonaAuthenticationError | DaytonaForbiddenError):
         return EnvError(words, remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots")
     if isinstance(error, DaytonaRateLimitError) or any(word in words.lower() for word in _QUOTA):
@@ -317,7 +317,7 @@ def _client() -> AsyncDaytona:
             warnings.simplefilter("ignore", DeprecationWarning)
             return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session keeps a connection
     except DaytonaError as error:
-        raise EnvError(f"Daytona cannot be used: {words_of(error)}", remedy="set DAYTONA_API_KEY") from error
+        raise EnvError(f"Daytona cannot be used: {describe_error(error)}", remedy="set DAYTONA_API_KEY") from error
 
 
 async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaDriver:

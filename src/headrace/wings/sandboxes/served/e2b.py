@@ -26,7 +26,7 @@ from headrace.wings.sandboxes.served.hosted import (
     quietly,
     refuse_missing,
     whole_seconds,
-    words_of,
+    describe_error,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
@@ -93,7 +93,7 @@ class E2BChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 await self._handle.send_stdin(data[start : start + SENT_BYTES])
         except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -123,7 +123,7 @@ class E2BChannel(HostedChannel):
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
         await self._pieces.put(b"")
 
 
@@ -202,7 +202,7 @@ class E2BDriver(HostedDriver):
                     await AsyncSandbox.delete_snapshot(kept.snapshot_id)
         except Exception as error:
             raise EnvError(
-                f"E2B cannot be used: {words_of(error)}",
+                f"E2B cannot be used: {describe_error(error)}",
                 remedy="set E2B_API_KEY to a key of your team, and look at status.e2b.dev",
             ) from error
 
@@ -232,7 +232,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
     what failed."""
     from e2b import AuthenticationException, RateLimitException, ServiceBusyException
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, AuthenticationException):
         return EnvError(words, remedy="set E2B_API_KEY to a key of your team")
     if isinstance(error, RateLimitException | ServiceBusyException):

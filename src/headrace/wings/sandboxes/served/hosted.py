@@ -144,7 +144,7 @@ def refuse_missing(kind: str) -> None:
         )
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of a client as one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 

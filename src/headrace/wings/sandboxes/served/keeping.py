@@ -98,14 +98,14 @@ class KeepingDriver(SandboxDriver):
         """Start a session from its image, and make its directory."""
         self.refuse_closed()
         refuse_invalid(spec)
-        session = await self.begin(spec, image_of(self.kind, spec, self._image), below="")
+        session = await self.begin(spec, choose_image(self.kind, spec, self._image), below="")
         await session.prepare()
         return session
 
     async def fork(self, snapshot: SandboxSnapshot) -> KeptSession:
         """Start a session from a snapshot."""
         self.refuse_closed()
-        files = self._files_of(snapshot)
+        files = self._get_files(snapshot)
         if snapshot.released or files.name not in self._uses:
             raise unusable_snapshot()
         session = await self.begin(snapshot.spec, files.name, below=files.name)
@@ -115,12 +115,12 @@ class KeepingDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Release a snapshot; the service deletes it as soon as no session and no other snapshot is built on it."""
         if not snapshot.released:
-            files = self._files_of(snapshot)
+            files = self._get_files(snapshot)
             snapshot.released = True
             await self._drop(files.name)
             await self._drop(files.below)
 
-    def _files_of(self, snapshot: SandboxSnapshot) -> KeptFiles:
+    def _get_files(self, snapshot: SandboxSnapshot) -> KeptFiles:
         """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
         driver."""
         files = snapshot.files
@@ -170,7 +170,7 @@ class KeepingDriver(SandboxDriver):
                 await self.remove(kept)
 
 
-def image_of(kind: str, spec: SandboxSpec, image: str) -> str:
+def choose_image(kind: str, spec: SandboxSpec, image: str) -> str:
     """Return the name of a session's image: the image of its spec, or the driver's ``image``. Raises
     :class:`~headrace.base.errors.ConfigError` if both are empty."""
     if not spec.image and not image:

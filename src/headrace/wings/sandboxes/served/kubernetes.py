@@ -403,7 +403,7 @@ def _image_of_running(pod: Any, word: str) -> str | None:
     """Return the image of a running pod, as the cluster names it; ``None`` if the pod does not run yet. ``word`` is the
     kind of the watch event. Raises :class:`~headrace.base.errors.EpisodeError` if the pod cannot run any more."""
     if word == "DELETED" or pod.status.phase in ("Failed", "Succeeded"):
-        raise _no_start(f"its pod has ended: {_end_of(pod)}", "look at the image, and the cluster's events")
+        raise _no_start(f"its pod has ended: {_describe_end(pod)}", "look at the image, and the cluster's events")
     for status in pod.status.container_statuses or ():
         if status.state.running is not None:
             return str(status.image_id or "")
@@ -413,7 +413,7 @@ def _image_of_running(pod: Any, word: str) -> str | None:
     return None
 
 
-def _end_of(pod: Any) -> str:
+def _describe_end(pod: Any) -> str:
     """Return in words why a pod has ended."""
     words = [str(pod.status.reason or ""), str(pod.status.message or "")]
     for status in pod.status.container_statuses or ():

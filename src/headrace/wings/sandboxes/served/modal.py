@@ -27,7 +27,7 @@ from headrace.wings.sandboxes.served.hosted import (
     quietly,
     refuse_missing,
     whole_seconds,
-    words_of,
+    describe_error,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
@@ -87,7 +87,7 @@ class ModalChannel(HostedChannel):
                 self._process.stdin.write(data[start : start + SENT_BYTES])
                 await self._process.stdin.drain.aio()
         except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -98,7 +98,7 @@ class ModalChannel(HostedChannel):
         except StopAsyncIteration:
             return b""
         except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             return b""
 
     async def close(self) -> None:
@@ -128,13 +128,13 @@ class ModalDriver(HostedDriver):
         import modal
 
         memory = (session.spec.limits.memory_bytes + OWN_BYTES) // MIB
-        image_of = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
+        make_image = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
         try:
             sandbox = await modal.Sandbox.create.aio(
                 "sleep",
                 "infinity",
                 app=self._app,
-                image=image_of(origin),
+                image=make_image(origin),
                 tags=self.tags(session),
                 timeout=whole_seconds(session.spec),
                 cpu=None if self.settings.cpus is None else (self.settings.cpus, self.settings.cpus),
@@ -179,7 +179,7 @@ class ModalDriver(HostedDriver):
                     await sandbox.terminate.aio()
         except Exception as error:
             raise EnvError(
-                f"Modal cannot be used: {words_of(error)}",
+                f"Modal cannot be used: {describe_error(error)}",
                 remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, and look at status.modal.com",
             ) from error
 
@@ -189,7 +189,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
     what failed."""
     from modal.exception import AuthError, PermissionDeniedError, ResourceExhaustedError
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, AuthError | PermissionDeniedError):
         return EnvError(words, remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET to a token of your workspace")
     if isinstance(error, ResourceExhaustedError):

@@ -19,8 +19,8 @@ LABEL = "headrace.owner"
 
 def owner_name() -> str:
     """Return the name of this process: machine, boot, process namespace, process id, and start time."""
-    machine = _text_of("/etc/machine-id") or platform.node()
-    pid, boot = os.getpid(), _text_of("/proc/sys/kernel/random/boot_id")
+    machine = _read_text("/etc/machine-id") or platform.node()
+    pid, boot = os.getpid(), _read_text("/proc/sys/kernel/random/boot_id")
     return f"{_shortened(machine)}-{_shortened(boot)}-{_pid_namespace()}-{pid}-{_start_time(pid)}"
 
 
@@ -57,7 +57,7 @@ def _shortened(text: str) -> str:
     return "".join(filter(str.isalnum, text)).lower()[:12] or "0"
 
 
-def _text_of(path: str) -> str:
+def _read_text(path: str) -> str:
     """Return the stripped text of a file; empty if it cannot be read."""
     with suppress(OSError):
         return Path(path).read_text(encoding="ascii").strip()

@@ -17,7 +17,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
-from headrace.wings.sandboxes.served.keeping import image_of
+from headrace.wings.sandboxes.served.keeping import choose_image
 from headrace.wings.sandboxes.served.session import ServedSession
 
 OWN_BYTES = 64 * MIB
@@ -93,7 +93,7 @@ class RemoteDriver(SandboxDriver):
         directory. Raises :class:`~headrace.base.errors.EpisodeError` where that fails."""
         self.refuse_closed()
         refuse_invalid(spec)
-        session = await self._begin_listed(spec, image_of(self.kind, spec, self.settings.image))
+        session = await self._begin_listed(spec, choose_image(self.kind, spec, self.settings.image))
         await session.prepare()
         return session
 

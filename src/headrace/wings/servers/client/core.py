@@ -386,7 +386,7 @@ class ServedEngine:
     async def _adopt(self, version: int) -> None:
         """If adapters are trained, let the server load the files of ``version``; otherwise only set the label of the
         weights that it already has."""
-        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
+        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.make(version)
         if handover.form.adapters[""]:  # the server's model directory has no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
         else:

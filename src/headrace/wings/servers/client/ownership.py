@@ -66,7 +66,7 @@ class Labels:
     run.
 
     >>> labels = Labels("vLLM at http://10.9.0.2:8000", run="5f3a")
-    >>> labels.of(7), labels.version("7:5f3a")
+    >>> labels.make(7), labels.version("7:5f3a")
     ('7:5f3a', 7)
     >>> labels.version("7:99d1")
     Traceback (most recent call last):
@@ -80,7 +80,7 @@ class Labels:
         one); it is empty if the weights never change, so that several runs may use one server."""
         self._server, self._run = server, secrets.token_hex(4) if run is None else run
 
-    def of(self, version: int) -> str:
+    def make(self, version: int) -> str:
         """Return the label of ``version``."""
         return f"{version}:{self._run}"
 

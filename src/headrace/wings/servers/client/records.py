@@ -34,7 +34,7 @@ class RoutingDecoder:
         self._routed, self._num_layers = routed, num_layers
         self._depths = [layer.depth for layer in routed.layers]
 
-    def of(self, reported: npt.NDArray[Any], count: int) -> Experts:
+    def convert(self, reported: npt.NDArray[Any], count: int) -> Experts:
         """Return the experts of ``count`` tokens, ``[N, L, K]``, from the array ``reported``, which covers every layer
         and is flat or of shape ``[N, H, K]``. Raises ``ValueError`` if the experts cannot come from this model."""
         shape = (count, self._num_layers, self._routed.top_k)

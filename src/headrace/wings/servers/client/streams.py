@@ -171,7 +171,7 @@ class AnswerStreams:
             await self._wait_until_halted()
         running = list(self._running.values())
         handover = self._server.handover
-        path, label = handover.path(version), self.labels.of(version)
+        path, label = handover.path(version), self.labels.make(version)
         await self._dialect.load(self._wire.client, path, label, handover.form.folders)
         self.adopt(version)
         restarted = running if mode is Interrupt.ABORT_RETRY else []
@@ -309,7 +309,7 @@ class AnswerStreams:
             ids=[*answer.prompt, *answer.ids],
             sampling=answer.request.sampling,
             max_new_tokens=answer.request.sampling.max_new_tokens - len(answer.ids),
-            label=self.labels.of(self._version),
+            label=self.labels.make(self._version),
             record_kept=self._config.record_kept,
             adapter=self._server.handover.form.adapters[answer.request.agent],
         )
@@ -420,7 +420,7 @@ class AnswerStreams:
         assert self._config.routing is not None
         if part.experts is None:
             raise self._server.lacks("experts")
-        return self._config.routing.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
+        return self._config.routing.convert(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
         """Check every :data:`WATCH_S` seconds whether the server is alive, and raise an error if it is dead, even if
