@@ -20,7 +20,7 @@ CPU_CACHE_MB = 1024
 """Size of the key-value cache on processors in MiB, unless ``engine.server.cache_mb`` is set."""
 NO_RECORDS = (
     ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
-    "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
+    "learner.keep_sampling_mask = false and learner.keep_routing = false, or set engine.kind to 'native'"
 )
 """Advice for a server on processors that must report kept-sets or experts and exits before it serves."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
