@@ -50,7 +50,7 @@ class Offline:
         self._bases = AnyName(make_base(compute, max_rank))
         self.tenants = Tenants(self.journal, state, self._bases, self.turns, clock=clock, **{"max_resident": 8, **more})
         self.tenants.perform = Performer(
-            self.journal, state, self._bases, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
+            self.journal, state, self._bases, clock=clock, get_seed=lambda model: 0, ephemeral_s=1e9
         )
         self.tenants.resume()
 

@@ -77,7 +77,7 @@ def plain_loss(name, lp, config, *, q, adv, weights, mask):
 @pytest.mark.parametrize("name", [*LOSSES, "cross_entropy [N, K]"])
 def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
     rng = np.random.default_rng(3)
-    lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
+    lora = compute.kind.create({"rank": 4, "parts": PARTS, "seed": 5})
     with torch.no_grad():
         for each in lora.tensors.values():
             each.add_(torch.from_numpy(rng.normal(0, 0.05, each.shape)).float())
@@ -212,7 +212,7 @@ def test_a_curve_of_fifty_steps_is_that_of_transformers_and_peft(compute, model,
     server = Offline(compute, tmp_path)
     server.create(rank=8, **ALL)
     server.wait()
-    reference, own = as_peft(model, compute.kind.new({"rank": 8, "parts": PARTS, "seed": 1}))
+    reference, own = as_peft(model, compute.kind.create({"rank": 8, "parts": PARTS, "seed": 1}))
     optimizer = torch.optim.AdamW(own.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     rng, seq, expected = np.random.default_rng(0), 0, []
     for _ in range(50):
@@ -326,7 +326,7 @@ def test_a_head_that_is_computed_in_pieces_gets_its_adapters_gradient(model, mon
     for logits in (2**24, 5 * 43):
         monkeypatch.setattr(tinker_compute, "LOGITS_PER_CHUNK", logits)
         compute = make_compute(model)
-        lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
+        lora = compute.kind.create({"rank": 4, "parts": PARTS, "seed": 5})
         with torch.no_grad():
             for each in lora.tensors.values():
                 each.add_(0.05)

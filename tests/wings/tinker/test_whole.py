@@ -49,7 +49,7 @@ def both(model, state):
         yield found
 
 
-def new(service, name=WHOLE, **how):
+def create(service, name=WHOLE, **how):
     return service.create_lora_training_client(base_model=name, **how).result()
 
 
@@ -149,7 +149,7 @@ def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch)
         monkeypatch.setattr("headrace.wings.tinker.compute.LOGITS_PER_CHUNK", positions * (len(VOCAB) + 4))
         compute = make_compute(plain, whole=True)
         compute.kind.runs_head = lambda weights: True  # as for a head that is more than a matrix
-        weights = compute.kind.new({})
+        weights = compute.kind.create({})
         noise.manual_seed(0)
         for each in weights.tensors.values():
             each.data += 0.1 * torch.randn(each.shape, generator=noise)
