@@ -128,7 +128,7 @@ bias_rate = 0.001          # for routers that choose by a bias (DeepSeek-V3): ho
 The losses are of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks together;
 the choices that count are the replayed ones. `balance_coef` is for families for which transformers defines the loss
 (Mixtral, Qwen 2 to 3.5, OLMoE, gpt-oss, Granite, Ernie 4.5, Laguna, MiniMax-M2, ...); where a router chooses by a bias
-as well, the loss counts the experts of its greatest logits, as transformers does. `bias_rate` is for families with a
+as well, the loss counts the experts of its largest logits, as transformers does. `bias_rate` is for families with a
 correction bias of their own (DeepSeek-V3, GLM-4.5, Ernie 4.5, Laguna, ...): after each update, the bias of an expert
 that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are part
 of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by name,

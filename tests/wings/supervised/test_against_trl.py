@@ -19,7 +19,7 @@ from headrace.base.clock import RealClock
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.models import load_model
-from headrace.wings.supervised.booking import make_batch
+from headrace.wings.supervised.bookkeeping import make_batch
 from headrace.wings.supervised.config import DpoConfig, SftConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, prepare_tuning
 from headrace.wings.supervised.session import dpo, sft

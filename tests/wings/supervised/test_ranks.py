@@ -25,7 +25,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.run.cli.status import read_run_state
 from headrace.run.session.exporting import export
-from headrace.wings.supervised.booking import make_batch
+from headrace.wings.supervised.bookkeeping import make_batch
 from headrace.wings.supervised.learner import Answer, RankedLearner
 from headrace.wings.supervised.session import sft
 from tests.launch.test_forking import gone

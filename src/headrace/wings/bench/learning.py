@@ -209,7 +209,7 @@ def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary
 
 
 def _synchronous_times_s(summary: Summary) -> tuple[float, float] | None:
-    """Return the least and the greatest time, in seconds, that a synchronous run, in which generation and training
+    """Return the shortest and the longest time, in seconds, that a synchronous run, in which generation and training
     take turns, would have taken for the same work, as the run's own account estimates; ``None`` without an estimate."""
     spent = summary.account
     if spent is None or not spent.turned_s:

@@ -46,7 +46,7 @@ COLUMNS: dict[str, Callable[[RecipeRow], str]] = {
 MEANING = """\
 `held-out`: mean reward on the held-out rows, before and after. `gain`: the difference, by minute of training and by
 million generated tokens. `s`: from the first rollout to the last commit. `idle`: of that time. `age`: of trained tokens
-in versions, the mean; `oldest`: the greatest. `wasted`: generated tokens that are never trained. `gap`: how long the
+in versions, the mean; `oldest`: the largest. `wasted`: generated tokens that are never trained. `gap`: how long the
 engine stood still per commit. `wait`: how long a commit waited for running sequences. `sync stall`: of the learner's
 time. `kB/version`: what of a version was sent, or read where it lies. `*`: broken off and resumed; the figures are
 those of the last part."""

@@ -128,7 +128,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_age(self) -> int:
-        """Return the greatest age of a trained token in versions."""
+        """Return the largest age of a trained token in versions."""
         return max((age for step in self.steps for age in step.ages), default=0)
 
 

@@ -44,7 +44,7 @@ MAX_WORD_BYTES = 131_072
 MAX_LIFE_S = 1e9
 """The upper bound of a session's lifetime (``SandboxSpec.life_s``), in seconds; it is excluded."""
 MAX_COMMAND_BYTES = 100_000
-"""The greatest length of a command in bytes of UTF-8. The kernel's limit of one argument is 128 KiB."""
+"""The maximum length of a command in bytes of UTF-8. The kernel's limit of one argument is 128 KiB."""
 PROGRAMS = {
     name: next((path for path in (f"/usr/bin/{name}", f"/bin/{name}") if os.path.exists(path)), f"/bin/{name}")
     for name in ("bash", "cat", "mkdir", "tar")
@@ -115,7 +115,7 @@ done
 """Unpack a tar archive from the standard input. A file that existed before keeps its mode. Arguments: the path of tar,
 then for each file a flag (``x``: make it executable; or empty) and its path."""
 FILES_AT_ONCE = 200
-"""The greatest number of files that one program writes: their paths are its arguments."""
+"""The largest number of files that one program writes: their paths are its arguments."""
 
 
 class SessionEnded(EpisodeError):

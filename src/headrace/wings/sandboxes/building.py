@@ -23,7 +23,7 @@ from headrace.wings.sandboxes.dockerfile import BuildState, BuildStep, expand, s
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
 OUTPUT_BYTES = 16 * MIB
-"""The greatest size of one step's output and error output together, in bytes."""
+"""The largest size of one step's output and error output together, in bytes."""
 _FOLDER_ITSELF = (".", "./", "/")
 
 

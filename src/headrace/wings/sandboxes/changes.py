@@ -12,9 +12,9 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
 
 MOST_NAMES = 12
-"""The greatest number of changed files that are named; further files are only counted."""
+"""The largest number of changed files that are named; further files are only counted."""
 MOST_BYTES = 8 * MIB
-"""The greatest size of a list of files in bytes. For a directory with a longer list no changes are reported."""
+"""The largest size of a list of files in bytes. For a directory with a longer list no changes are reported."""
 LIST_S = 10.0
 """The longest time to list the files, in seconds."""
 _PLAIN = re.compile(r"[\w./@+=%-]+")

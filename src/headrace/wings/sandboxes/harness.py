@@ -33,9 +33,9 @@ COMMAND_S = 60.0
 """The time limit of commands that build the environment of a task and have no limit of their own, in seconds."""
 GIB = 1 << 30
 OUTPUT_BYTES = 16 * MIB
-"""The greatest size of a program's output and error output together, in bytes; tests run after that."""
+"""The largest size of a program's output and error output together, in bytes; tests run after that."""
 KEPT_BYTES = 64 * MIB
-"""The greatest size of a file to keep, in bytes."""
+"""The largest size of a file to keep, in bytes."""
 FIRST_PORT = 1024
 """The smallest port on which a user other than root can listen."""
 QUOTED = 600

@@ -26,7 +26,7 @@ FAILED = "session_mcp"
 FOLDER = "/tmp/headrace/mcp"
 """The folder in a session with the servers' pipes and error output."""
 MAX_LINES = 10_000
-"""The greatest number of lines of one answer, because each line costs more time than its bytes."""
+"""The largest number of lines of one answer, because each line costs more time than its bytes."""
 QUOTED = 600
 """The number of bytes of a server's error output that an error message quotes."""
 _START = """mkdir -p {folder} && mkfifo {place}.in {place}.out && {{

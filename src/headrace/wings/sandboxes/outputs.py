@@ -13,7 +13,7 @@ from headrace.wings.sandboxes.base import SandboxSession
 FOLDER = "/tmp/headrace/tests"
 """The folder in a session for the output of tests."""
 KEPT_BYTES = 16 * MIB
-"""The greatest number of bytes of output that are read; this is enough for thousands of tests."""
+"""The largest number of bytes of output that are read; this is enough for thousands of tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

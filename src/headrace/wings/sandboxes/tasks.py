@@ -40,11 +40,11 @@ WORK_DIRECTORY = "/app"
 """The default directory in which the agent's commands begin."""
 _SIZE = re.compile(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*")
 LONGEST_SOLUTION_BYTES = 90_000
-"""The greatest length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
+"""The maximum length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
 MIN_MEMORY_BYTES, MIN_DISK_BYTES = 64 * MIB, MIB
 """The smallest memory and disk of a session that ``env.options`` allow, in bytes."""
 MAX_S = 30 * 24 * 3600.0
-"""The greatest time limit of the agent, the tests or the build, in seconds."""
+"""The longest time limit of the agent, the tests or the build, in seconds."""
 _HOST_VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
 """Matches a value that Harbor replaces by a variable of its own machine: ``${NAME}`` or ``${NAME:-DEFAULT}``."""
 _KEYS: Mapping[str, frozenset[str]] = {

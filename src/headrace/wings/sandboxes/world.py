@@ -42,7 +42,7 @@ class WorldConfig:
     readable: tuple[str, ...]
     """Paths of this machine that sessions can read."""
     limits: SandboxLimits
-    """The greatest limits of a session; a task may request less memory and disk."""
+    """The largest limits of a session; a task may request less memory and disk."""
     kept: int
     """The number of environments whose snapshots are cached."""
     episodes: int = 64

@@ -140,7 +140,8 @@ Answer = Loaded | Trained | Evaluated | Saved | Failure
 
 def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack: ExitStack) -> StartedLearner:
     """Return the learner of the run ``prepared``: in this process, or on ranks, which are processes of this machine.
-    ``snapshot`` is the directory of the snapshot to continue from, or empty. ``stack`` ends the ranks."""
+    ``snapshot`` is the directory of the snapshot to continue from, or empty. ``stack`` ends the ranks. ``run_dir`` is
+    the directory of the run, in which the ranks write their logs."""
     config, total_steps = prepared.config, prepared.schedule.num_steps
     world = config.learner.parallel.world
     if world == 1:
@@ -171,7 +172,8 @@ def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack:
 
 def open_learner(config: TuningConfig, ranks: AnyRanks, snapshot: str, total_steps: int) -> LearnerCore:
     """Load the model of ``config``, from its directory or from ``snapshot``, and return the learner of this process,
-    which is one of ``ranks``, with its optimizer restored from the snapshot if there is one."""
+    which is one of ``ranks``, with its optimizer restored from the snapshot if there is one. ``total_steps`` is the
+    number of optimizer steps of the whole run."""
     model = config.model.at(snapshot) if snapshot else config.model
     objective = make_objective(config)
     context = LearnerContext(
@@ -194,9 +196,12 @@ class RankedLearner:
         """Start a process for each of ``starts``, and wait until all have loaded the model. ``logs`` is the directory
         of their logs; ``stack`` ends the processes."""
         self._codec = MessageCodec(Answer)
+        """The codec of the ranks' answers."""
         self._spans: list[Span] = []
+        """Spans of rank 0 that were not taken yet."""
         self.processes: list[TiedProcess] = []
         self._pipes: list[Connection] = []
+        """The connection to each rank."""
         for start in starts:
             pipe, rank_end = Pipe()
             process = TiedProcess(

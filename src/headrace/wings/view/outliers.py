@@ -32,7 +32,7 @@ MOST_EPISODES = 20_000
 
 
 def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
-    """Return the outlier tokens of ``step``, the worst first: the tokens with the greatest |log π − log μ| (learner
+    """Return the outlier tokens of ``step``, the worst first: the tokens with the largest |log π − log μ| (learner
     minus engine) or, if the learner's log-probabilities were not recorded, with the smallest log μ. The field
     ``looked`` is the number of the step's episodes that were read within :data:`LOOK_S`."""
     rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)

@@ -53,7 +53,7 @@ killed."""
 BUFFER_BYTES = 1 << 20
 """The size of the buffers between a session and this process, in bytes."""
 MAX_LAYERS = 200
-"""The greatest number of layers of a session, one for each snapshot in its history: the kernel's mount options have at
+"""The largest number of layers of a session, one for each snapshot in its history: the kernel's mount options have at
 most one page of memory."""
 OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
 """The limits that the kernel enforces for each process; one command may have its own."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MOST_CONNECTIONS = 64
-"""The greatest number of connections of one port at a time; further connections are closed."""
+"""The largest number of connections of one port at a time; further connections are closed."""
 CHUNK_BYTES = 1 << 16
-"""The greatest number of bytes of one read."""
+"""The largest number of bytes of one read."""
 CONNECTED_S = 10.0
 """The longest time to connect to the address outside, in seconds."""
 

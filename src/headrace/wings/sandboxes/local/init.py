@@ -32,11 +32,11 @@ else:  # imports only from the folders of the two sandboxes, to start in millise
     import loopback
 
 MESSAGE_BYTES = 1 << 16
-"""The greatest length of a supervisor's message in bytes."""
+"""The maximum length of a supervisor's message in bytes."""
 STATE_FD = 99
 """The file descriptor of the state pipe, to which a shell writes its directory and its variables when it ends."""
 ROUNDS, ROUND_S = 2000, 0.003
-"""The greatest number of rounds in which processes are killed, and the time between two rounds in seconds."""
+"""The largest number of rounds in which processes are killed, and the time between two rounds in seconds."""
 MOST_NEW = 20
 """The number of rounds with new processes after which all processes of the session are killed at once."""
 NOT_STARTED = 127

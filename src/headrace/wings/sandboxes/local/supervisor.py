@@ -36,11 +36,11 @@ POLL_MS = 30
 IDLE_MS = 1000
 """The interval in milliseconds at which a session without processes checks its deadline."""
 CHUNK_BYTES = 1 << 20
-"""The greatest number of bytes of one read or write, and the size of large pipes and of socket buffers."""
+"""The largest number of bytes of one read or write, and the size of large pipes and of socket buffers."""
 SMALL_BYTES = 1 << 16
 """The kernel's default size of a pipe in bytes; larger contents get a larger pipe."""
 STATE_BYTES = 1 << 20
-"""The greatest number of bytes that are read from a shell's state pipe."""
+"""The largest number of bytes that are read from a shell's state pipe."""
 SEND_S = 30
 """The timeout of sending a result to a client that does not read it, in seconds."""
 Order = dict[str, Any]

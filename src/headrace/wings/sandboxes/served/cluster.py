@@ -26,9 +26,9 @@ T = TypeVar("T")
 HEARTBEAT_S = 30.0
 """The interval of the heartbeat of a silent WebSocket, in seconds."""
 FRAME_BYTES = 32 << 10
-"""The greatest number of bytes of one WebSocket message."""
+"""The largest number of bytes of one WebSocket message."""
 LINE_BYTES = 1 << 20
-"""The greatest length of a line from the server in bytes."""
+"""The maximum length of a line from the server in bytes."""
 LOOK_S = 2
 """The length of one watch of a job's pods, in seconds."""
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)

@@ -37,7 +37,7 @@ CALL_S = 120.0
 END_S = 20.0
 """The time in which a container must end by itself, in seconds; then it is killed."""
 LINE_BYTES = 1 << 20
-"""The greatest length of a line from the server in bytes; the greeting contains the variables of the image."""
+"""The maximum length of a line from the server in bytes; the greeting contains the variables of the image."""
 OWN_BYTES = 64 * MIB
 """The memory of a container beyond the limit of its session, in bytes: for the server and the outputs of a command."""
 

@@ -26,11 +26,11 @@ from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import Execution, SandboxSession, SessionEnded
 
 BATCH_BYTES = 8 * MIB
-"""The greatest size of one archive in bytes, unless a single file is larger."""
+"""The largest size of one archive in bytes, unless a single file is larger."""
 MEMBER_BYTES = 8 * 1024
-"""The greatest size of the header of one path in an archive, besides its name, in bytes."""
+"""The largest size of the header of one path in an archive, besides its name, in bytes."""
 LISTING_BYTES = 48 * MIB
-"""The greatest size of a list of files in bytes."""
+"""The largest size of a list of files in bytes."""
 CALL_S = 120.0
 """The longest time of one program that lists, packs or unpacks, in seconds."""
 _CHOWN, _FOWNER = 1 << 0, 1 << 3

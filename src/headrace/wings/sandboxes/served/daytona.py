@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from daytona.common.daytona import CreateSandboxBaseParams
 
 SENT_BYTES = 1 << 18
-"""The greatest number of bytes of one call that sends input. The service answers when the command has read them."""
+"""The largest number of bytes of one call that sends input. The service answers when the command has read them."""
 PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""
 NAMED = "snapshot:"
@@ -54,7 +54,7 @@ NAMED = "snapshot:"
 PIECES = 64
 """The capacity of the queue of output pieces; when it is full, reading of the log waits."""
 CONNECTIONS = 100
-"""The greatest number of connections to the log of one session; after that its output counts as ended."""
+"""The largest number of connections to the log of one session; after that its output counts as ended."""
 PAGE = 100
 """The number of snapshots in one page of the service's list."""
 _NOT_TEXT = str.maketrans("", "", "\0\1\2")

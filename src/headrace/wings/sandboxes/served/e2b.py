@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 SENT_BYTES = 1 << 20
-"""The greatest number of bytes of one call that sends input. As base64 they stay below 4 MiB, the limit of a Connect
+"""The largest number of bytes of one call that sends input. As base64 they stay below 4 MiB, the limit of a Connect
 message."""
 PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""

@@ -40,7 +40,7 @@ END_S = 20.0
 """The longest time to wait for the end of a machine, in seconds. If it does not end by then, it ends at its
 lifetime."""
 MOST_GREETINGS = 100
-"""The greatest number of lines before the launcher's line, such as greetings of the image's shell profile."""
+"""The largest number of lines before the launcher's line, such as greetings of the image's shell profile."""
 _LAUNCHER = """
 program=$1 encoded=$2 lined=$3 rights=$4
 shift 4

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import modal
 
 SENT_BYTES = 1 << 20
-"""The greatest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
+"""The largest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
 _MISSING = {"disk": "Modal cannot bound the files of a session below the disk of its sandboxes"}
 """The guards that the service lacks."""
 
