@@ -131,12 +131,12 @@ def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
                     remedy="send the assistant's message with that call before its answer",
                     code="unknown_tool_call",
                 )
-            message = _named(message, tools[message.tool_call_id])  # noqa: PLW2901 - the same message, complete
+            message = _with_tool_name(message, tools[message.tool_call_id])  # noqa: PLW2901 - the same message, complete
         read.append(message)
     return tuple(read)
 
 
-def _named(message: Message, name: str) -> Message:
+def _with_tool_name(message: Message, name: str) -> Message:
     """Return a copy of the tool result ``message`` with the tool's name."""
     return Message(
         role="tool", content=message.content, tool_call_id=message.tool_call_id, name=name, failed=message.failed

@@ -88,10 +88,13 @@ class ProcessSupervisor:
         reach it."""
         self._address = address
         self._process: LocalProcess | None = None
+        """The process; ``None`` before its start."""
         self._log = Path()
+        """Path of the process's log."""
         for root in (Path(tempfile.gettempdir()), shared_memory_root()):
             sweep(root)  # removes directories that killed runs have left
         self._directory = Lease.directory(Path(tempfile.gettempdir()))
+        """The lease of the supervisor's directory, which contains the log if the run directory is not shared."""
 
     def describe_node(self, query: bytes) -> bytes:
         """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
