@@ -235,7 +235,7 @@ def num_stores(worlds: Worlds) -> int:
 
 def test_an_environment_that_is_given_up_frees_its_files(runner: asyncio.Runner, tmp_path: Path) -> None:
     async def body() -> None:
-        worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept=2))
+        worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept_environments=2))
         stores = set()
         for number in range(5):
             task = open_task(write_task(tmp_path / str(number), HARBOR))

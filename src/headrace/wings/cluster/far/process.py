@@ -97,16 +97,16 @@ class FarProcess:
 
     async def wait(self) -> int:
         """Wait until the process has ended or is lost, and return its exit code."""
-        await asyncio.wait([self._end])
+        await asyncio.wait([self._exit])
         return self._exit.result().code
 
     async def kill(self) -> None:
         """Kill the process by ending its supervisor, and wait up to :data:`KILL_S` seconds for the report of the
         process's end. Without a report, the process counts as lost."""
         self._supervisor.kill()  # this closes the pipe to the process, which then ends
-        await asyncio.wait([self._end], timeout=KILL_S)
+        await asyncio.wait([self._exit], timeout=KILL_S)
         if not self._exit.done():
-            self._exit.set_result(_lost_exit("was ended, and its machine does not say that it is gone"))
+            self._exit.set_result(_make_lost_exit("was ended, and its machine does not say that it is gone"))
 
     async def computed_s(self) -> float:
         """Return the seconds of processor time that the process has used; 0 if its machine does not answer."""
