@@ -20,7 +20,7 @@ from headrace.run.cli.app import app
 from headrace.run.session import load_config
 from headrace.wings.plan import ClusterFile, load_cluster, make_site
 from headrace.wings.plan.cluster_map import ClusterMap, make_cluster_map
-from headrace.wings.plan.deploy import FILES, deploy_overrides, deployment, write_deployment
+from headrace.wings.plan.deploy import FILES, deploy_overrides, make_deployment, write_deployment
 from headrace.wings.plan.planning import make_sizing_request
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -45,7 +45,7 @@ def made(
     config = load_config(DEPLOY / "run.toml", [*overrides, *needed])
     site = make_site(make_sizing_request(config), file)
     run_map = make_cluster_map(config, site)
-    return deployment([*overrides, *needed], site, run_map, file.deploy, folder), run_map
+    return make_deployment([*overrides, *needed], site, run_map, file.deploy, folder), run_map
 
 
 def cluster(**changes: Any) -> ClusterFile:

@@ -23,7 +23,7 @@ from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
-from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrated, recording
+from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrate_from, read_recording
 from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
 from headrace.wings.plan.spread import Lognormal, Uniform
 from headrace.wings.plan.system import Measured
@@ -131,9 +131,9 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 on_progress(name)
                 reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
-            measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
+            measured = calibrate_from(*(directory / name for name in list(task.runs)[:2]))
             for name in task.runs:
-                row, more_targets = _compare(name, recording(directory / name), measured)
+                row, more_targets = _compare(name, read_recording(directory / name), measured)
                 rows.append(row)
                 targets += more_targets
     return make_report(rows, targets)

@@ -92,7 +92,7 @@ def place(parts: Sequence[PartDemand], machines: Sequence[MachineResources], str
         first = unplaced.pop(0)
         machine = _best_machine(first, untouched) or (_best_machine(first, machines) if strategy == "spread" else None)
         if machine is None:
-            raise _no_room(first, [*parts], machines)
+            raise _make_no_room_error(first, [*parts], machines)
         places[first.name] = machine.take(first)
         if machine in untouched:
             untouched.remove(machine)
@@ -110,7 +110,7 @@ def _best_machine(part: PartDemand, machines: Sequence[MachineResources]) -> Mac
     return best if best is not None and best.has_room(part) else None
 
 
-def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]) -> ConfigError:
+def _make_no_room_error(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]) -> ConfigError:
     """Return the error for ``part``, which does not fit beside the parts that were placed before it."""
     gpus, cpus = sum(each.gpus for each in parts), sum(each.cpus for each in parts)
     free = max(machine.free_gpus for machine in machines)
