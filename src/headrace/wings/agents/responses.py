@@ -448,8 +448,8 @@ class ItemEventStream:
             yield self._make_item_event(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the events that end the stream: the end of the open item, the calls of tools, and the whole
-        response. ``replies`` holds exactly one reply."""
+        """Yield the events that end the stream: the end of the open item, the calls of tools, and the whole response.
+        ``replies`` holds exactly one reply."""
         final_body = self._final_body(replies)
         yield from self._begin()
         if self._open_type:

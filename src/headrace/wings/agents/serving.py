@@ -49,10 +49,10 @@ class Endpoint:
     ) -> AsyncIterator[Endpoint]:
         """Return a context in which an endpoint runs on a free port of the address ``at``.
 
-        ``clock`` gives the time, and ``limits`` are the limits of each session (``None``: the defaults).
-        ``sampling`` are the sampling settings of the policy, which requests cannot change; ``warn`` is called once for
-        each field of a request with a different value. A request whose model is the name of one of ``agents`` is
-        answered by that agent. Raises :class:`~headrace.base.errors.RunError` if no port is free, and
+        ``clock`` gives the time, and ``limits`` are the limits of each session (``None``: the defaults). ``sampling``
+        are the sampling settings of the policy, which requests cannot change; ``warn`` is called once for each field of
+        a request with a different value. A request whose model is the name of one of ``agents`` is answered by that
+        agent. Raises :class:`~headrace.base.errors.RunError` if no port is free, and
         :class:`~headrace.base.errors.ConfigError` for a certificate that cannot be used.
         """
         if at.tls_certificate:

@@ -49,8 +49,8 @@ def make_deployment(
     overrides: list[str], site: PlanContext, run_map: ClusterMap, deploy: DeploySettings, folder: str
 ) -> dict[str, str]:
     """Return the text of each file of a deployment of the map ``run_map`` on the cluster of ``site`` by its name.
-    ``deploy`` has the settings of the deployment. ``overrides`` are the settings of the run in addition
-    to its run file, and ``folder`` is the directory of the files as the user wrote it.
+    ``deploy`` has the settings of the deployment. ``overrides`` are the settings of the run in addition to its run
+    file, and ``folder`` is the directory of the files as the user wrote it.
 
     Raises :class:`~headrace.base.errors.ConfigError` if a part needs more memory than its accelerators have, if a
     machine has too little host memory, if the run directory is not shared, or if there are too few addresses.
@@ -139,10 +139,9 @@ def count_machine_cores(run_map: ClusterMap) -> int:
 
 
 def compute_host_memory(site: PlanContext, run_map: ClusterMap) -> tuple[int, int]:
-    """Return the shared memory and the total memory, in GiB, that each machine of the map ``run_map`` needs for
-    the model of ``site``. Each rank needs two
-    slots for its part of a version, and each engine two images. An engine that is a model server also needs the files
-    of two versions in shared memory.
+    """Return the shared memory and the total memory, in GiB, that each machine of the map ``run_map`` needs for the
+    model of ``site``. Each rank needs two slots for its part of a version, and each engine two images. An engine that
+    is a model server also needs the files of two versions in shared memory.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the cluster's machines have less memory.
     """

@@ -82,8 +82,8 @@ def make_site(
 
 def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
     """Search for the best settings in the context ``site`` by simulation, and return the result, whose duration
-    ``clock`` measures. Every simulated run uses ``seed``.
-    ``generation`` fixes the number of generating accelerators; ``None``: the search chooses it.
+    ``clock`` measures. Every simulated run uses ``seed``. ``generation`` fixes the number of generating accelerators;
+    ``None``: the search chooses it.
 
     Raises :class:`~headrace.base.errors.ConfigError` if ``generation`` is not a whole number of engines, or leaves too
     few accelerators for the learner.

@@ -284,9 +284,8 @@ def engine_bytes(request: SizingRequest) -> float:
 
 def _smallest_engine(request: SizingRequest, cluster: Cluster, limit: int, longest: float) -> tuple[int, float]:
     """Return the smallest number of accelerators of ``cluster`` for an engine of ``request``, at most ``limit`` and
-    within one machine, and the
-    capacity of its cache in tokens. The cache has room for :data:`SEQUENCES` sequences of ``longest`` tokens if
-    possible, otherwise for at least one. Return (0, 0) if no engine fits."""
+    within one machine, and the capacity of its cache in tokens. The cache has room for :data:`SEQUENCES` sequences of
+    ``longest`` tokens if possible, otherwise for at least one. Return (0, 0) if no engine fits."""
     token_bytes = float(request.shape.kv_numbers * request.bytes_per_number)
     smallest = (0, 0.0)
     ways = 1
@@ -392,9 +391,9 @@ def _make_cluster_error(
     request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
     """Return the error for a cluster whose memory is too small for the model of ``request`` with episodes of up to
-    ``longest`` tokens; ``division`` is the incomplete division. Its remedies are the smallest cluster
-    that would fit, the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added
-    to the description of the problem."""
+    ``longest`` tokens; ``division`` is the incomplete division. Its remedies are the smallest cluster that would fit,
+    the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added to the
+    description of the problem."""
     name, usable = cluster.device.name, usable_bytes(cluster)
     engine = division.engine_bytes + request.shape.kv_numbers * request.bytes_per_number * longest
     ways = 1

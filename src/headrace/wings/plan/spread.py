@@ -107,8 +107,8 @@ class RecordedSpread(Spread):
     values: tuple[NonNegativeFloat, ...] = Field(min_length=1)
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` of the recorded values, each chosen with equal probability by the generator
-        ``rng``, shape [N]."""
+        """Return ``count`` of the recorded values, each chosen with equal probability by the generator ``rng``, shape
+        [N]."""
         return rng.choice(np.asarray(self.values, np.float64), count)
 
 

@@ -65,8 +65,8 @@ def pack_files(
 
 
 async def unpack(session: SandboxSession, archive: bytes) -> None:
-    """Unpack an archive of :func:`pack_files` in a session. Where the session has a link to a folder, the files go
-    into that folder, as in docker. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be written."""
+    """Unpack an archive of :func:`pack_files` in a session. Where the session has a link to a folder, the files go into
+    that folder, as in docker. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be written."""
     await session.unpack(archive, "-m", "--keep-directory-symlink")
 
 

@@ -84,8 +84,8 @@ class Worlds:
     ) -> ForkedWorld:
         """Return the world of one attempt at ``task``, whose cache key is ``key``. A branch continues from the moments
         of its origin, the attempt with the same ``seed``, if they are kept. Every other attempt begins in the
-        environment of the task. Raises :class:`~headrace.base.errors.EpisodeError` if that environment cannot be
-        built. ``kind`` says whether the attempt is an origin, a branch, or neither."""
+        environment of the task. Raises :class:`~headrace.base.errors.EpisodeError` if that environment cannot be built.
+        ``kind`` says whether the attempt is an origin, a branch, or neither."""
         moments = self._moments.find((key, seed)) if kind is AttemptKind.BRANCH else None
         session = None if moments is not None else await self.enter(key, task)
         if session is not None and kind is AttemptKind.ORIGIN:

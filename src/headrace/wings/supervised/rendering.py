@@ -77,9 +77,9 @@ class RowRenderer:
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], loss_on: LossOn, *, prompt_loss: bool = False) -> None:
         """Create a renderer with the model's ``tokenizer``. ``stop_ids`` are the ids of the tokens that end an answer.
-        ``loss_on`` selects the tokens of a conversation
-        that carry loss: all turns of the assistant (``assistant``), its last turn (``last``), or every token (``all``).
-        With ``prompt_loss``, the prompt before a chosen answer also carries loss."""
+        ``loss_on`` selects the tokens of a conversation that carry loss: all turns of the assistant (``assistant``),
+        its last turn (``last``), or every token (``all``). With ``prompt_loss``, the prompt before a chosen answer also
+        carries loss."""
         self._prompt_loss = prompt_loss
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)

@@ -25,8 +25,8 @@ class FairThread:
         """Start the thread with the name ``name``. If a job raises an error, the thread calls ``on_error`` with the
         error and ends."""
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
-        """The queued jobs of each key that is in the round, in the order of the keys' turns; the first job of a key
-        may run."""
+        """The queued jobs of each key that is in the round, in the order of the keys' turns; the first job of a key may
+        run."""
         self._running: dict[str, Iterator[object]] = {}
         """The iterator of each key's first job, once it was started."""
         self._changed = threading.Condition()

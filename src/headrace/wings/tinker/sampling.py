@@ -181,9 +181,8 @@ def _with_seed(sampling: Sampling, seed: int, index: int) -> Sampling:
 
 def _read_targets(body: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
     """Return the targets that ``body`` asks to score at the positions of the tokens of ``prompt_N`` except the first,
-    ``[N - 1, K]`` with −1 for no token, and the cells that a sparse tensor lists (``None`` for a dense tensor).
-    Raises :class:`~headrace.base.errors.DataError` for a wrong shape, or for a token outside the vocabulary of
-    ``limits``."""
+    ``[N - 1, K]`` with −1 for no token, and the cells that a sparse tensor lists (``None`` for a dense tensor). Raises
+    :class:`~headrace.base.errors.DataError` for a wrong shape, or for a token outside the vocabulary of ``limits``."""
     shape = body.shape or []
     if body.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
         raise DataError(

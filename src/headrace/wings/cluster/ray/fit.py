@@ -18,8 +18,8 @@ FIRST_GPU = f"{CUDA}:0"
 
 def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for settings of a run that are impossible on a Ray cluster: a
-    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested
-    resources. The parameters are sections of the run file."""
+    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested resources.
+    The parameters are sections of the run file."""
     transport = TRANSPORTS.load(sync.transport)
     if not transport.crosses_machines:
         raise ConfigError(

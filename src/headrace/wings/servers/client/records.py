@@ -36,8 +36,8 @@ class RoutingDecoder:
         """Index of each mixture-of-experts layer among all layers of the model."""
 
     def convert(self, reported: npt.NDArray[Any], count: int) -> Experts:
-        """Convert the array that a server has ``reported`` for ``count`` tokens: check it, and keep the layers that have
-        experts. ``reported`` covers all H layers, and is flat or of shape ``[N, H, K]``; the result has the shape
+        """Convert the array that a server has ``reported`` for ``count`` tokens: check it, and keep the layers that
+        have experts. ``reported`` covers all H layers, and is flat or of shape ``[N, H, K]``; the result has the shape
         ``[N, L, K]``. Raises ``ValueError`` if the experts cannot come from this model."""
         shape = (count, self._num_layers, self._routed.top_k)
         if reported.shape not in (shape, (math.prod(shape),)):

@@ -102,8 +102,8 @@ class Server:
         return wire.call(self._wait_until_serving(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
     async def check_health(self, client: httpx.AsyncClient, *, probe: bool = True) -> None:
-        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended or, with
-        ``probe``, if the server does not answer a health check."""
+        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended or, with ``probe``, if
+        the server does not answer a health check."""
         import httpx
 
         if words := self._ended():
