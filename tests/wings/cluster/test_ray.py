@@ -33,7 +33,7 @@ from headrace.sync.config import Route
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor, list_required_paths
 from headrace.wings.cluster.ray import cluster, starter
-from headrace.wings.cluster.ray.cluster import RayNode, bundle
+from headrace.wings.cluster.ray.cluster import RayNode, make_bundle
 from headrace.wings.cluster.ray.fit import choose_devices
 from tests.launch.workers import KEEP, TOKEN, ForeignPeer, is_alive
 
@@ -80,13 +80,13 @@ def test_each_part_computes_on_what_it_asks_for() -> None:
     assert str(choose_devices(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
     assert launch.threads("engine", 2, 64) == 4
     assert LaunchConfig(engine_threads=4).threads("engine", 2, 64) == 2
-    assert bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {
+    assert make_bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {
         "CPU": 1,
         "GPU": 1,
         "memory": 2e9,
         "disk": 1,
     }
-    assert bundle(RayConfig().scorer) == {}
+    assert make_bundle(RayConfig().scorer) == {}
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")

@@ -14,10 +14,10 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.recipes import DECIDED, left_open, recipes
-from headrace.wings.compare.rows import RecipeRow, decided, read_recipe_row
+from headrace.wings.compare.rows import RecipeRow, select_decided, read_recipe_row
 from headrace.wings.compare.running import ComparisonConfig, compare
-from headrace.wings.compare.tables import COLUMNS, markdown
-from headrace.wings.compare.writing import compare_svg
+from headrace.wings.compare.tables import COLUMNS, make_document
+from headrace.wings.compare.writing import draw_comparison
 from tests.run.session.runs import make_run, tiny_model, verb
 from tests.wings.compare.rows import BUSY_ENGINE, BUSY_LEARNER, PROMISES, STEPS, check_depth, check_interrupt
 from tests.wings.compare.rows import check_whatever_is_busy as check_always
@@ -154,8 +154,8 @@ def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run
     rows = compare(terms).rows
     assert [(row.recipe, row.status) for row in rows] == [("oat", "failed"), ("tunix", "failed")]
     assert "none.jsonl does not exist" in rows[0].cause
-    assert "- oat failed: " in markdown("it", rows)
-    assert compare_svg(rows).startswith(b"<svg")
+    assert "- oat failed: " in make_document("it", rows)
+    assert draw_comparison(rows).startswith(b"<svg")
 
 
 @pytest.mark.slow
@@ -237,5 +237,5 @@ def test_a_row_of_which_little_is_known_is_shown_with_dashes() -> None:
     shown = {title: of(row) for title, of in COLUMNS.items()}
     assert shown["recipe"] == "oat*"
     assert set(list(shown.values())[5:]) == {"–"}
-    assert decided({}) == {}
+    assert select_decided({}) == {}
     assert msgspec.to_builtins(row)["age_mean"] is None

@@ -42,7 +42,7 @@ from headrace.wings.agents.chat import CHAT
 from headrace.wings.agents.messages import MESSAGES, read_counted
 from headrace.wings.agents.responses import RESPONSES
 from headrace.wings.agents.sessions import EpisodeSession, Sessions
-from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, while_connected
+from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, run_while_connected
 
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
 """The protocol of each path."""
@@ -199,7 +199,7 @@ class _EndpointHandler:
             session = self._dispatcher.sessions.find(request.headers)
             async with session.request():
                 tree = await read_object(request, self._dispatcher.body_limits())
-                await while_connected(receive, self._run_work(session, tree, writer))
+                await run_while_connected(receive, self._run_work(session, tree, writer))
         except ClientGone:
             return
         except Refusal as refusal:

@@ -51,6 +51,7 @@ class ServerProbe:
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=base, headers=headers, timeout=DEADLINE_S, transport=transport)
+        """The HTTP client of the server."""
         self.url = base
         self.model = model
 
@@ -162,8 +163,9 @@ class ServerProbe:
             ) from None
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request, and return the JSON object in the server's answer. Raises :class:`ServerSilent` if the answer
-        contains none, and httpx's ``HTTPStatusError`` for a refused POST."""
+        """Send a request with the HTTP ``method`` to ``path``, with the JSON ``body`` (``None``: no body), and return
+        the JSON object in the server's answer. Raises :class:`ServerSilent` if the answer contains none, and httpx's
+        ``HTTPStatusError`` for a refused POST."""
         try:
             answer = self._http.request(method, path, json=body)
             if method == "POST" or answer.status_code < 400:
