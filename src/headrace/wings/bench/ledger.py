@@ -42,7 +42,8 @@ MB = 1e6
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
     """Measure the speed at which ledgers on disk and in memory record operations, one transaction for each; then the
     time of the demo, alternately with its ledger and with a ledger that records nothing. Return a report with rows and
-    targets. ``quick`` reduces the work to a tenth, and to one pair of runs."""
+    targets. ``quick`` reduces the work to a tenth, and to one pair of runs. ``on_progress`` is called with lines of
+    progress."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -99,7 +100,8 @@ def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
     """Measure the demo's wall time per trained token with its ledger, divided by the same time without a ledger, in
-    ``pairs`` pairs of runs. Return a row with the median, the lowest and the highest ratio."""
+    ``pairs`` pairs of runs. Return a row with the median, the lowest and the highest ratio. Files are written into
+    ``scratch``, and ``on_progress`` is called with lines of progress."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):

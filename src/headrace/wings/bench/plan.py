@@ -112,7 +112,7 @@ TASKS = (
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure the time in which the planner simulates a run of 10,000 accelerators, and the errors of its predictions
     for runs on this machine. Return a report with a row for each run, and the targets. With ``quick`` everything is
-    small and the figures mean nothing."""
+    small and the figures mean nothing. ``on_progress`` is called with lines of progress."""
     rows: list[Row] = []
     clock = RealClock()
     on_progress("a million episodes")

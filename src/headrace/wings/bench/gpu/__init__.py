@@ -44,11 +44,12 @@ def measure(
     out: str = "",
 ) -> Report:
     """Run the stages in ``stages`` (names separated by commas; empty: all), within ``budget`` seconds, and return their
-    report. The outcomes are also written to the file ``out``, after each stage.
+    report. ``on_progress`` is called with lines of progress. The outcomes are also written to the file ``out``, after
+    each stage.
 
     ``compare`` is such a file of an earlier measurement, ``vllm`` an interpreter that has vLLM, and with ``pretend``
-    the stages run on the claimed device. Raises :class:`~headrace.base.errors.ConfigError` before any stage starts
-    where an option or the GPU cannot be used.
+    the stages run on the claimed device. Raises :class:`~headrace.base.errors.ConfigError` before any stage starts, if
+    an option or the GPU cannot be used.
     """
     clock = RealClock()
     names = choose_stages(stages)
@@ -78,7 +79,7 @@ def measure(
 
 
 def _usable_card(stages: Sequence[str]) -> str:
-    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where the machine has no
+    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` if the machine has no
     GPU on which the ``stages`` can run."""
     card = query_card()
     refuse_card(card, stages)
@@ -87,7 +88,7 @@ def _usable_card(stages: Sequence[str]) -> str:
 
 def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
     """Compile the claimed device in ``scratch``, and return a copy of the plan with its program and its environment
-    variables. Raises :class:`~headrace.base.errors.ConfigError` where the device cannot be compiled."""
+    variables. Raises :class:`~headrace.base.errors.ConfigError` if the device cannot be compiled."""
     device = scratch / "claimed"
     device.mkdir()
     done = subprocess.run(

@@ -32,7 +32,7 @@ class EngineCase:
     needs_s: float
     """The duration of the measurement on a fast GPU, with the creation of the model, in seconds."""
     has_target: bool = False
-    """True where the fraction of the roofline has a target."""
+    """True if the fraction of the roofline has a target."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The fields of the sampling parameters that differ from their defaults."""
 
@@ -60,7 +60,8 @@ TINY = (
 
 def run(stage: StageContext) -> None:
     """Measure all cases for which there is time. The first case, a step of one sequence, also yields the overhead of a
-    step, its time beyond the lower limit, which is a figure of its own for the planner."""
+    step, its time beyond the lower limit, which is a figure of its own for the planner. ``stage`` records the
+    results."""
     overhead: dict[str, float] = {}
     for case in TINY if stage.pretend else CASES:
         name = _name(case)
@@ -75,7 +76,7 @@ def _name(case: EngineCase) -> str:
 
 def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[str, float]) -> None:
     """Open an engine, decode, and record the figures of one case. The first case stores the overhead of a step in
-    ``overhead``, and later cases read it there."""
+    ``overhead``, and later cases read it there. ``stage`` records the figures under ``name``."""
     sizes = find_model(case.model, pretend=stage.pretend).sizes
     folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
