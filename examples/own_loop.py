@@ -24,7 +24,6 @@ from headrace.wings.recipes.demo.reward import reward
 
 
 async def train(policy, home, metrics, steps):
-    """Train ``policy`` for ``steps`` steps on the rows in the directory ``home``."""
     files = [(home / name).read_text().splitlines() for name in ("train.jsonl", "held_out.jsonl")]
     rows, held_out = ([json.loads(line) for line in lines] for lines in files)
     rng, clock = np.random.default_rng(0), RealClock()
