@@ -26,7 +26,7 @@ from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
 from headrace.wings.plan.catalogue import HostFigures
-from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimate, PublicationRequest, publish
+from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimate, PublicationRequest, estimate_publication
 
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2
@@ -192,4 +192,4 @@ def _predict(host: HostFigures, num_bytes: int) -> PublicationEstimate:
         uptake=EngineUptake.POINTERS,
         on_accelerator=False,
     )
-    return publish(request, host)
+    return estimate_publication(request, host)

@@ -175,7 +175,7 @@ def _train(models: Sequence[Any], num_each: int, length: int = 128) -> tuple[flo
     with ThreadPoolExecutor(len(models)) as pool:
         futures = [[model.forward_backward(data, "cross_entropy") for _ in range(num_each)] for model in models]
         ended_s = list(pool.map(wait, futures))
-    rate = len(models) * each * 4 * length / max(ended_s)
+    rate = len(models) * num_each * 4 * length / max(ended_s)
     for model in models:
         model.optim_step(_adam()).result()
     return rate, ended_s

@@ -79,8 +79,8 @@ class SampleJobs(dict[str, SampleJob]):
         first."""
         if name not in self:
             return
-        self[name].num_bytes = len(found.body)
-        self._num_bytes += len(found.body)
+        self[name].num_bytes = len(response.body)
+        self._num_bytes += len(response.body)
         if self._num_bytes <= KEPT_BYTES:
             return
         others = [each for each, job in self.items() if job.num_bytes and each != name]

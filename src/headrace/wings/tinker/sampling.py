@@ -175,7 +175,7 @@ def _make_sampling(body: SamplingBody, length: int, limits: SampleLimits) -> Sam
 
 def _with_seed(sampling: Sampling, seed: int, index: int) -> Sampling:
     """Return ``sampling`` with the seed of the sample number ``index``, derived from the ``seed`` of the request."""
-    own = xxhash.xxh3_64_intdigest(f"{seed}/{place}".encode()) >> 1
+    own = xxhash.xxh3_64_intdigest(f"{seed}/{index}".encode()) >> 1
     return msgspec.structs.replace(sampling, seed=own)
 
 

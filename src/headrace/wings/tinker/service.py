@@ -162,7 +162,7 @@ class TinkerService:
         client polls for the result."""
         request = schema.parse(body, schema.CreateModelBody)
         self._record_session_use(request.session_id)
-        spec = make_spec(given, self._base(request.base_model).training)
+        spec = make_spec(request, self._base(request.base_model).training)
         return self._new_model(request.session_id, request.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
