@@ -211,7 +211,7 @@ def _read_targets(body: TensorBody, prompt_N: Array, limits: SampleLimits) -> tu
             np.array(part or [], np.int64) for part in (body.sparse_crow_indices, body.sparse_col_indices)
         )
         cells = wire.SparseCells(row_starts=starts, columns=columns)
-        return cells.dense(ids, shape, elsewhere=-1, most=wire.MOST_NUMBERS), cells
+        return cells.dense(ids, shape, elsewhere=-1, max_entries=wire.MOST_NUMBERS), cells
     except (ValueError, OverflowError) as error:
         raise DataError(f"target_prompt_logprobs: {error}", remedy="give a tensor of TensorData") from None
 
