@@ -214,7 +214,7 @@ class _EndpointHandler:
             await _convert_errors(lambda: self._work(session, tree, writer))
         except Refusal:
             raise
-        except Exception as error:  # noqa: BLE001 - raised again at the end of the episode's session; the server continues
+        except Exception as error:  # noqa: BLE001 - raised again at the end of the session; the server continues
             session.failure = error
             words = f"the run failed: {error.problem if isinstance(error, HeadraceError) else type(error).__name__}"
             raise Refusal(words, remedy="end: this episode is over", status=500, code="internal") from None

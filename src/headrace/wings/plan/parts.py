@@ -117,8 +117,8 @@ def _version_line(prepared: Prepared) -> list[str]:
     places = RunPlaces(run_dir=Path(config.run.dir), memory=shared_memory_root() / "weights", private=Path())
     room = None if config.launch.remote else room_for(sync, places, num_bytes)
     kept = "" if room is None else (
-        f"; {room.copies} lie in {room.folder}: {describe_size(room.needed_bytes)} of {describe_size(room.free_bytes)} that "
-        "are free"
+        f"; {room.copies} lie in {room.folder}: {describe_size(room.needed_bytes)} of "
+        f"{describe_size(room.free_bytes)} that are free"
     )  # fmt: skip
     return [
         f"  A version of the weights: {describe_size(num_bytes)} by {sync.transport}, {time}; "

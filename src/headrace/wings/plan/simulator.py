@@ -194,8 +194,8 @@ class Simulation:
         prompt = self._draws.prompts.next()
         for index in range(self.world.flow.group_size):
             episode = SimulatedEpisode(
-                group=group, index=index, turns=int(self._draws.turns.next()), context=prompt, uncached=0.0, tokens_left=0.0,
-                on_ended=self._turn_ended,
+                group=group, index=index, turns=int(self._draws.turns.next()), context=prompt, uncached=0.0,
+                tokens_left=0.0, on_ended=self._turn_ended,
             )  # fmt: skip
             group.episodes.append(episode)
         return group
@@ -225,8 +225,8 @@ class Simulation:
         episode.truncated = episode.truncated or episode.tokens_left >= self.world.max_new_tokens
         if episode.context + episode.tokens_left > self.world.cache_tokens:
             raise ConfigError(
-                f"an episode of {episode.context + episode.tokens_left:.0f} tokens does not fit the cache of an engine, which "
-                f"holds {self.world.cache_tokens:.0f}",
+                f"an episode of {episode.context + episode.tokens_left:.0f} tokens does not fit the cache of an engine, "
+                f"which holds {self.world.cache_tokens:.0f}",
                 remedy="give an engine more accelerators, or shorten prompts, answers or turns",
             )
         preferred = episode.cache_engine

@@ -123,8 +123,7 @@ class SessionEnded(EpisodeError):
 
 
 class DriverLost(EnvError):
-    """The error of a driver that cannot start sessions any more, because its host process has ended. Open the driver
-    again."""
+    """The error of a driver that cannot start sessions any more, because its host process has ended: open it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,9 +233,9 @@ class SandboxSession(ABC):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run the program ``argv`` in ``directory`` with the environment ``variables`` and the standard input ``stdin``
-        until it ends or exceeds one of ``limits``, and return its result. Its background processes go on, but a limit
-        ends them with the program. Raises :class:`SessionEnded` if the session ends during the call."""
+        """Run the program ``argv`` in ``directory`` with ``variables`` and the input ``stdin`` until it ends or exceeds
+        one of ``limits``; return its result. Its background processes go on, but a limit ends them with the program.
+        Raises :class:`SessionEnded` if the session ends during the call."""
 
     @abstractmethod
     async def end_background(self) -> int:
@@ -248,8 +247,7 @@ class SandboxSession(ABC):
 
     @abstractmethod
     async def take_files(self) -> Any:
-        """Return the present files for a snapshot, in a form of the driver. The caller makes sure that no process
-        runs."""
+        """Return the present files for a snapshot, in a form of the driver. The caller ensures that no process runs."""
 
     @abstractmethod
     async def stop(self) -> None:
@@ -312,7 +310,7 @@ class SandboxSession(ABC):
         for path in files:
             _refuse_path(path)
         contents = [
-            (posixpath.normpath(posixpath.join(self.directory, path)), _encode_content(path, files[path])) for path in files
+            (posixpath.normpath(posixpath.join(self.directory, path)), _to_bytes(path, files[path])) for path in files
         ]
         async with self._running():
             for start in range(0, len(contents), FILES_AT_ONCE):
@@ -537,8 +535,7 @@ def _refuse_variable(name: str, value: str) -> None:
 
 
 def _is_clean(text: str) -> bool:
-    """Return whether the kernel accepts a text as an argument or a file name: it has no zero bytes and no lone
-    surrogates."""
+    """Return whether the kernel accepts ``text`` as an argument or file name: no zero byte, no lone surrogate."""
     try:
         return b"\0" not in _encode(text)
     except UnicodeEncodeError:
@@ -546,8 +543,7 @@ def _is_clean(text: str) -> bool:
 
 
 def _encode(text: str) -> bytes:
-    """Return a text as the bytes of an argument. Characters of Python's ``surrogateescape`` become the bytes that they
-    stand for."""
+    """Return ``text`` as the bytes of an argument, also the bytes that ``surrogateescape`` has read as characters."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -561,7 +557,7 @@ def _refuse_path(path: str) -> None:
         )
 
 
-def _encode_content(path: str, content: str | bytes) -> bytes:
+def _to_bytes(path: str, content: str | bytes) -> bytes:
     """Return the content of the file ``path`` as bytes, text as UTF-8. Raises
     :class:`~headrace.base.errors.EpisodeError` for a text with lone surrogates."""
     if isinstance(content, bytes):

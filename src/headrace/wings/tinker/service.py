@@ -59,19 +59,16 @@ class TinkerService:
     request, and a dictionary that a method returns is the JSON answer. Sampling runs as tasks of ``group``."""
 
     def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
-        """Create the service from ``parts``. It must be created inside the running event loop. ``clock`` gives the
-        time."""
+        """Create the service from ``parts``, inside the running event loop. ``clock`` gives the time."""
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
         self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
         self._result_events: dict[tuple[str, int], asyncio.Event] = {}
-        """The event that is set at the end of each request for whose result a client waits, by model and request
-        number."""
+        """Set at the end of a request for whose result a client waits, by model and request number."""
         self._ending = self._loop.create_future()
         """Resolved when the server ends, which ends all waits."""
         self._samples = SampleJobs()
-        """The sampling requests that run or whose answer is kept."""
         self._heartbeats_s: dict[str, float] = {}
         """Time of the last heartbeat or request of each session that has not ended."""
         self._reserved_bases: dict[str, str] = {}
@@ -85,11 +82,9 @@ class TinkerService:
         request = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
         facts = {
-            "user_metadata": request.user_metadata,
-            "display_name": request.display_name,
-            "project_id": request.project_id,
-            "sdk": request.sdk_version,
-        }
+            "user_metadata": request.user_metadata, "display_name": request.display_name,
+            "project_id": request.project_id, "sdk": request.sdk_version,
+        }  # fmt: skip
         self._journal.run(
             "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
             session, self._clock.wall(), json.dumps(facts),
@@ -252,9 +247,8 @@ class TinkerService:
         return self._accept(model, seq, "forward_backward", body)
 
     def refuse(self, read_model_and_seq: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
-        """Record a request with a too long body as failed with ``error``. Otherwise later requests of its model would
-        wait for it. ``read_model_and_seq`` reads the model and the request's number from the ``beginning`` of the
-        body."""
+        """Record a request with a too long body as failed with ``error``, so that no later request waits for it.
+        ``read_model_and_seq`` reads the model and the request's number from the ``beginning`` of the body."""
         try:
             model, seq = read_model_and_seq(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
@@ -262,9 +256,8 @@ class TinkerService:
             return  # no place is known, or no such model
 
     def make_model_endpoint(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return a function that implements the endpoint ``kind`` (such as ``optim_step``) for requests of a model with
-        a JSON body. It does not refuse a body with errors, because later requests of the model would then wait for this
-        one; the errors are reported in the result."""
+        """Return a function that implements the endpoint ``kind`` (as ``optim_step``) for requests with a JSON body. It
+        reports errors in a body in the result, because later requests of the model wait for this result."""
 
         def endpoint(body: bytes) -> dict[str, Any]:
             """Accept the request in ``body``, and return its request id."""
@@ -275,9 +268,8 @@ class TinkerService:
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
         """Write the request ``seq`` of a model to the journal, and return the request id under which the client polls
-        for its result. Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait
-        or another model has reserved the base. ``kind`` is the name of its endpoint, and ``body`` is what the client
-        sent."""
+        for its result. ``kind`` names its endpoint. Raises :class:`Refusal` for a number out of range, and with status
+        429 if too many requests wait or another model has reserved the base."""
         row = self.catalog.model(model)
         base = self._find_base(row)
         self._record_session_use(row["session"])
@@ -342,7 +334,7 @@ class TinkerService:
                 facts = read_state_facts(Path(directory))
                 base, version = facts["spec"]["base"], facts["version"]
             if base is None:
-                raise Refusal("create_sampling_session has neither base_model nor model_path", remedy="give base_model or model_path")
+                raise Refusal("create_sampling_session has neither base_model nor model_path", remedy="give one")
             self._base(base)
             self._journal.run(
                 "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, NULL, ?, ?)",
@@ -361,7 +353,7 @@ class TinkerService:
         samples run."""
         request = schema.parse(body, schema.SampleBody)
         if request.sampling_session_id is None or request.seq_id is None:
-            raise Refusal("asample has no sampling_session_id or no seq_id", remedy="give sampling_session_id and seq_id")
+            raise Refusal("asample has no sampling_session_id or no seq_id", remedy="give both of them")
         record = self._sampler(request.sampling_session_id)
         self._record_session_use(record.session)
         name = f"{record.id}:{request.seq_id}"
@@ -389,9 +381,8 @@ class TinkerService:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
     async def _sample_response(self, request: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
-        """Run a sampling request, whose job is recorded under ``name``, and return its response: the answer, or the
-        error in the client's format. Errors are not raised, because an error in one task of the group would cancel the
-        tasks of all other requests."""
+        """Run a sampling request, whose job is recorded under ``name``, and return the answer, or the error in the
+        client's format. Errors are not raised: an error in one task of the group would cancel all other tasks."""
         try:
             found = await self._sample(request, record, name)
         except EngineFull as error:

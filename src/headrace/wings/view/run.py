@@ -212,8 +212,8 @@ class OpenRun:
         """Return a value that changes whenever a file of the run changes. The server compares it with the previous
         value to detect changes, of which it notifies the pages."""
         files = (self.summary, self.status, self.live)
-        return (*(_get_stamp(self.directory / name) for name in (*_RUN_FILES, EVENTS_FILE)), *(file.stamp for file in files),
-                _get_stamp(self.directory / f"{SQLITE_FILE}-wal"))  # fmt: skip
+        names = (*_RUN_FILES, EVENTS_FILE, f"{SQLITE_FILE}-wal")
+        return (*(_get_stamp(self.directory / name) for name in names), *(file.stamp for file in files))
 
     def cached(self, key: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, or a cached result with the same ``key`` that is still fresh. The cache avoids

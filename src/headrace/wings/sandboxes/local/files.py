@@ -51,8 +51,9 @@ class CopiedFiles:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if most != resource.RLIM_INFINITY and self._file.fileno() > most - LEFT_OPEN:
             self._file.close()
-            raise _make_no_copy_error(f"{most} files are the most that this process may have open, and snapshots have all but "
-                           f"{LEFT_OPEN} of them")  # fmt: skip
+            raise _make_no_copy_error(
+                f"{most} files are the most that this process may have open, and snapshots have all but {LEFT_OPEN} of them"
+            )
 
     def open_archive(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
         """Return a new file object of the archive, opened with ``mode``, with a position of its own."""
