@@ -74,10 +74,10 @@ def gradients(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in get_model(policy).named_parameters() if p.grad is not None}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
+def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.int32), second[name].view(torch.int32)), name
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
