@@ -341,7 +341,7 @@ def _check_temperature(report: DoctorReport, probe: ServerProbe, explanation: Ex
         report.add("temperature", Grade.OK, f"logprobs of sampled tokens follow it ({gaps[HALF]:.2g} at {HALF})")
     elif gaps[1.0] <= close:
         report.add(
-            "temperature", Grade.FAIL, f"tokens are asked for at temperature {HALF}, and their logprobs are those of "
+            "temperature", Grade.FAIL, f"tokens are requested at temperature {HALF}, and their logprobs are those of "
             "temperature 1: ratios of training would be wrong",
             "let the server tell logprobs of what it samples from (vLLM: --logprobs-mode processed_logprobs)",
             Fault.WRONG_TEMPERATURE,

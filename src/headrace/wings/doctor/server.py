@@ -69,7 +69,7 @@ class ServerProbe:
         answer = self._request("GET", "/v1/models")
         names = [str(each["id"]) for each in answer.get("data", []) if isinstance(each, dict) and "id" in each]
         if not names:
-            raise ServerSilent(f"{self.url}/v1/models names no model", remedy="is this a server of OpenAI's protocol?")
+            raise ServerSilent(f"{self.url}/v1/models lists no model", remedy="is this a server of OpenAI's protocol?")
         if self.model and self.model not in names:
             raise ConfigError(
                 f"--served {self.model} is not served: {', '.join(map(visible, names[:20]))}",

@@ -184,7 +184,7 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
     tree = _resolve_paths(_apply_overrides(tree, [parse_override(text) for text in overrides]), Path.cwd())
     config = validate(StagesConfig, tree)
     if not config.model.get("path"):
-        raise ConfigError("model.path is missing", remedy="name the model that the first stage begins with")
+        raise ConfigError("model.path is missing", remedy="set it to the model with which the first stage begins")
     stages = []
     for number, each in enumerate(config.stage, start=1):
         _refuse_own_paths(number, each)
