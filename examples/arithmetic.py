@@ -54,7 +54,9 @@ def main(directory, steps):
         for step in range(steps):
             entries = [tasks[int(number)] for number in rng.integers(count, size=128)]  # none of those held out
             prompts = [[{"role": "user", "content": entry["question"]}] for entry in entries]
-            answers = [answer_carelessly(entry) if rng.random() < CARELESS_FRAC else entry["answer"] for entry in entries]
+            answers = [
+                answer_carelessly(entry) if rng.random() < CARELESS_FRAC else entry["answer"] for entry in entries
+            ]
             report = policy.forward_backward(policy.demonstrations(prompts, answers), [1.0] * len(entries))
             policy.optim_step()
             if step % 50 == 0:

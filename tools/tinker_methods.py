@@ -116,7 +116,9 @@ def _list_methods(kind: type) -> Iterator[tuple[str, str]]:
         is_public = not method.startswith("_") and not method.endswith("_async")
         if is_public and not isinstance(member, property):
             function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
-            parameters = [name for name in inspect.signature(function).parameters if name not in ("self", "cls", "holder")]
+            parameters = [
+                name for name in inspect.signature(function).parameters if name not in ("self", "cls", "holder")
+            ]
             yield method, ", ".join(parameters)
 
 
@@ -124,7 +126,9 @@ def table() -> str:
     """Return the table. Raises :class:`SystemExit`, which names them, for methods without an answer and answers
     without a method."""
     methods_by_class, lines = methods(), ["| method | arguments | |", "|---|---|---|"]
-    given, answered = ({(kind, name) for kind in table for name in table[kind]} for table in (methods_by_class, ANSWERS))
+    given, answered = (
+        {(kind, name) for kind in table for name in table[kind]} for table in (methods_by_class, ANSWERS)
+    )
     if given != answered:
         missing, gone = (sorted(map(".".join, names)) for names in (given - answered, answered - given))
         raise SystemExit(f"methods without an answer: {missing}; answers without a method: {gone}; mend {__file__}")

@@ -186,7 +186,11 @@ def _measure_trial(setup: TrialSetup, seed: int) -> Row:
     is_finished = trial.lives[-1].exit_code == 0 or _is_finished(run_dir)
     verdict = judge(run_dir, config, trial.snapshots) if is_finished else Verdict.unfinished(config)
     wrong = _find_errors(verdict, trial, variant)
-    if is_finished and variant.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights):
+    if (
+        is_finished
+        and variant.max_age == 0
+        and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights)
+    ):
         wrong.append("other weights than the undisturbed run")
     if not wrong:
         shutil.rmtree(run_dir)

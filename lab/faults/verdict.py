@@ -153,7 +153,9 @@ def _count_broken(everything: Answers, before: LedgerSnapshot) -> int:
     """Return the number of answers in ``everything`` of which something recorded before a kill is missing or
     different."""
     missing = Tokens.observed([])
-    changed = sum(not _starts_with(everything.get(key, missing), tokens) for key, tokens in before.partial_turns.items())
+    changed = sum(
+        not _starts_with(everything.get(key, missing), tokens) for key, tokens in before.partial_turns.items()
+    )
     return changed + sum(
         len(everything.get(key, missing)) != len(tokens) or not _starts_with(everything[key], tokens)
         for key, tokens in before.finished_answers.items()

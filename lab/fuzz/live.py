@@ -218,7 +218,11 @@ def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
     right = f"Authorization: Bearer {TOKEN}\r\n"
     texts = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{right}\r\n" for path in paths["view"]]
     yield LiveFormat(
-        name="requests to view", share=0.004, host=served["view"], seeds=[text.encode() for text in texts], has_token=True
+        name="requests to view",
+        share=0.004,
+        host=served["view"],
+        seeds=[text.encode() for text in texts],
+        has_token=True,
     )
     puts = [_put(right), _put(right, start=10, total=20)]
     yield LiveFormat(

@@ -23,7 +23,7 @@ from headrace.flow.layout import lay_out
 from headrace.flow.ledger import ResumeState
 from headrace.flow.ready import ReadyColumns
 from headrace.testing import FakeEngine, FakeLearner, lognormal_lengths
-from tests.control.lives import Plan, run_to_failure, live
+from tests.control.lives import Plan, live, run_to_failure
 
 
 class ReadingLearner(FakeLearner):

@@ -29,7 +29,7 @@ from headrace.rollout.environments.data import RowOrder
 from headrace.rollout.scoring import Scores
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, SiblingEngine, run_to_failure, list_groups, live
+from tests.control.lives import Life, Plan, Seen, SiblingEngine, list_groups, live, run_to_failure
 from tests.control.test_crash_and_resume import check_books, lives
 
 

@@ -27,7 +27,7 @@ from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, run_to_failure, list_groups, live, with_eval
+from tests.control.lives import Life, Plan, Seen, list_groups, live, run_to_failure, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
 BOUNDS = [(max_age, lead) for max_age in range(4) for lead in (0, max_age)]

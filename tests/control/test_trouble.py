@@ -31,7 +31,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from tests.control.lives import Plan, Seen, run_to_failure, list_groups, live, with_eval
+from tests.control.lives import Plan, Seen, list_groups, live, run_to_failure, with_eval
 
 
 async def for_ever() -> None:

@@ -15,7 +15,7 @@ from headrace.base.types.scored import TokenResults, paths
 from headrace.base.types.versions import oldest
 from headrace.flow.layout import inline, lay_out, outline_of
 from headrace.flow.ledger.bundles import GroupBundle, encode_group
-from tests.flow.outlines import make_credit, groups_with, outline_with
+from tests.flow.outlines import groups_with, make_credit, outline_with
 
 CODEC = MessageCodec(learner.Message)
 

@@ -16,7 +16,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.flow import ready as ready_module
 from headrace.flow.layout import inline, lay_out, outline_of
 from headrace.flow.ready import INLINE_TOKENS, ReadyColumns
-from tests.flow.outlines import make_credit, groups_with
+from tests.flow.outlines import groups_with, make_credit
 
 CODEC = MessageCodec(Batch)
 

@@ -39,7 +39,7 @@ from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import Ranks, SingleRank
 from headrace.wings.view.columns import with_columns
 from tests.base.test_store import flip
-from tests.flow.outlines import make_credit, groups_with
+from tests.flow.outlines import groups_with, make_credit
 from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
 from tests.learner.builders import Setup, tiny
 

@@ -20,7 +20,7 @@ from headrace.launch.clients.pool import MAX_IDLE_DEATHS
 from headrace.launch.hosts import EXIT_REPORTED
 from headrace.launch.local_process import computed_s
 from headrace.rollout.scoring import Scores
-from tests.launch.workers import is_alive, find_processes, running_pool, task
+from tests.launch.workers import find_processes, is_alive, running_pool, task
 
 DEEDS = """
     import os, pathlib, re, signal, subprocess, sys, threading, time

@@ -13,7 +13,7 @@ from headrace.base.types.recorded import Routing
 from headrace.learner import tree
 from headrace.learner.packing import Cost, MicroBatch, Packing, Unit, plan
 from headrace.learner.tree import PrefixTrees, cut_tree
-from tests.learner.trees import Ids, make_batch, forest, naive_rows, routed_alike
+from tests.learner.trees import Ids, forest, make_batch, naive_rows, routed_alike
 
 
 def lengths_of(batch: Batch) -> np.ndarray:

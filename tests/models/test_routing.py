@@ -18,7 +18,7 @@ from headrace.models.attention import PLAN, PackedPlan, forward
 from headrace.models.mixtures import routes
 from headrace.models.routing import RoutingRecorder, RoutingReplay, find_routing
 from tests.models.families import family
-from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, gates, perturb, find_routed
+from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, find_routed, gates, perturb
 from tools.families.tiny import write_model
 
 QUICK = (

@@ -14,7 +14,7 @@ from headrace.base.types.episode import StopReason
 from headrace.models.weights import correction_biases
 from headrace.policy import Interrupt, Policy, Sample, Tokens
 from tests.learner.test_parallel import KINDS
-from tests.policy.builders import gradients, load, made_up, get_model, numbers_for, opened, tiny
+from tests.policy.builders import get_model, gradients, load, made_up, numbers_for, opened, tiny
 
 
 def move(policy: Policy) -> None:

@@ -10,7 +10,7 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet import Fleet
-from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, make_fleet, in_virtual_time, kill, sample, update
+from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, in_virtual_time, kill, make_fleet, sample, update
 
 
 @in_virtual_time

@@ -20,7 +20,7 @@ from headrace.learner.base import Publication
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner
 from tests.control.lives import Plan, live
-from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, make_fleet, in_virtual_time, kill, sample
+from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, in_virtual_time, kill, make_fleet, sample
 from tests.engine.fleet.test_runs_on_fakes import Addressed, Deaths, Sender, whole, with_fleet
 
 Times = Sequence[tuple[float, float]]

@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.recipes import DECIDED, left_open, recipes
-from headrace.wings.compare.rows import RecipeRow, select_decided, read_recipe_row
+from headrace.wings.compare.rows import RecipeRow, read_recipe_row, select_decided
 from headrace.wings.compare.running import ComparisonConfig, compare
 from headrace.wings.compare.tables import COLUMNS, make_document
 from headrace.wings.compare.writing import draw_comparison

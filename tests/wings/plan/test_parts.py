@@ -112,7 +112,9 @@ def test_seconds_of_an_update_follow_from_the_tokens_of_a_batch(prepared: Prepar
 
 
 def test_memory_of_several_devices_is_told_of_each() -> None:
-    part = MappedPart(name="engine", devices="cuda:0,1", num_devices=2, bytes_by_use={"weights": 5e9, "cache up to": 1e9})
+    part = MappedPart(
+        name="engine", devices="cuda:0,1", num_devices=2, bytes_by_use={"weights": 5e9, "cache up to": 1e9}
+    )
     assert part.memory() == "3.0 GB on each: weights 2.5 GB, cache up to 500.0 MB"
 
 

@@ -104,7 +104,8 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
     return _UnknownKeyDelay(
-        dispatcher, Starlette(routes=routes, exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found})
+        dispatcher,
+        Starlette(routes=routes, exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found}),
     )
 
 

@@ -19,11 +19,11 @@ from headrace.wings.agents.reading import (  # fmt: skip
     BodyPart,
     ChatTool,
     ChatToolCall,
+    make_text_validator,
     named_answers,
     read_choice,
     refuse_same_names,
     set_fields,
-    make_text_validator,
     token_logprobs,
 )
 from headrace.wings.serve.strict import StreamOptions, StrictBody, read_body, read_stop

@@ -22,10 +22,10 @@ from headrace.wings.agents.reading import (  # fmt: skip
     NAME,
     BodyPart,
     json_object,
+    make_text_validator,
     named_answers,
     refuse_same_names,
     set_fields,
-    make_text_validator,
 )
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
 

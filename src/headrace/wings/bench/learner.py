@@ -177,7 +177,9 @@ def _compare_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     flop = step_flop(spec, sizes.prompt, sizes.answers)
     used = flop / _median_s(rounds, 0) / max(ceilings)
     ratio = _speedup(rounds)
-    padded = sum(8 * (max(sizes.answers[start : start + 8]) + sizes.prompt) for start in range(0, len(sizes.answers), 8))
+    padded = sum(
+        8 * (max(sizes.answers[start : start + 8]) + sizes.prompt) for start in range(0, len(sizes.answers), 8)
+    )
     rows: list[Row] = [
         {
             "what": "training step", "side": name, "tok_s": tokens / _median_s(rounds, index),
@@ -325,4 +327,9 @@ def _speedup(rounds: Rounds) -> float:
 def _comparison_row(label: str, rounds: Rounds) -> Row:
     """Return a row that compares steps with a feature (the first side) with steps without it (the second side): the
     median time of each in seconds, and how many times faster the first side is. ``label`` names the comparison."""
-    return {"what": label, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _speedup(rounds)}
+    return {
+        "what": label,
+        "on_s": _median_s(rounds, 0),
+        "off_s": _median_s(rounds, 1),
+        "times faster": _speedup(rounds),
+    }

@@ -26,7 +26,13 @@ from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
 from headrace.wings.plan.catalogue import HostFigures
-from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimate, PublicationRequest, estimate_publication
+from headrace.wings.plan.publication import (
+    GB,
+    EngineUptake,
+    PublicationEstimate,
+    PublicationRequest,
+    estimate_publication,
+)
 
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2

@@ -18,7 +18,7 @@ from headrace.run.session import RunConfig, load_config, train
 from headrace.run.session.config import RunFile, run_tree
 from headrace.run.session.directory import CONFIG_FILE, read_summary
 from headrace.run.session.recipes import left_open, recipe
-from headrace.wings.compare.rows import RecipeRow, select_decided, read_recipe_row
+from headrace.wings.compare.rows import RecipeRow, read_recipe_row, select_decided
 from headrace.wings.recipes.demo import build_demo, lay_out
 
 DEMO_STEPS = 100

@@ -80,7 +80,7 @@ def compare(
 def _print_comparison(comparison: RecipeComparison, again: str) -> None:
     """Print the table of ``comparison``, the recipes that have failed, and the paths of its files. If the comparison
     was stopped, print also the command ``again``, which continues it."""
-    from headrace.wings.compare.tables import COLUMNS, make_cells, describe_failures
+    from headrace.wings.compare.tables import COLUMNS, describe_failures, make_cells
 
     out = console()
     shown = table(f"\nOn {comparison.base}", *(name.replace(" ", "\n", 1) for name in COLUMNS))

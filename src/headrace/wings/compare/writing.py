@@ -31,7 +31,9 @@ def write(comparison: RecipeComparison) -> None:
     """
     try:
         write_json(comparison.directory / "compare.json", make_comparison_report(comparison))
-        (comparison.directory / "compare.md").write_text(make_document(comparison.base, comparison.rows), encoding="utf-8")
+        (comparison.directory / "compare.md").write_text(
+            make_document(comparison.base, comparison.rows), encoding="utf-8"
+        )
         (comparison.directory / "compare.svg").write_bytes(draw_comparison(comparison.rows))
     except OSError as error:
         remedy = "make room on that disk; the runs themselves are not affected, and the same command continues"

@@ -249,7 +249,9 @@ def _list_other_ropes(expected: Expected) -> Iterator[ServedCandidate]:
         )  # fmt: skip
 
 
-def compute_entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None) -> Any:
+def compute_entry_logprobs(
+    logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None
+) -> Any:
     """Return the logprob of each of ``entries`` (float64, shape [E]) under ``logits``, a tensor ``[T, V]`` for each
     sequence. The logits are first multiplied by ``scale`` (1 / temperature). Only the first ``size`` ids of the
     vocabulary have a probability (``None``: all ids); the logprob of other ids is minus infinity."""

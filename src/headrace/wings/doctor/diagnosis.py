@@ -26,7 +26,13 @@ from headrace.models.gap import largest_gap
 from headrace.models.load import load_tokenizer
 from headrace.models.mixtures import is_mixture
 from headrace.models.settings import limit_of, read_config
-from headrace.wings.doctor.candidates import Entries, Expected, ServedCandidate, list_alternatives, compute_entry_logprobs
+from headrace.wings.doctor.candidates import (
+    Entries,
+    Expected,
+    ServedCandidate,
+    compute_entry_logprobs,
+    list_alternatives,
+)
 from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 from headrace.wings.doctor.server import ServerProbe
 
@@ -231,7 +237,9 @@ def _compute_explanation(candidate: ServedCandidate, entries: Entries, size: int
     the size of the server's vocabulary; ``None``: the model's."""
     logits = candidate.logits(entries.sequences)
     return Explanation(
-        candidate=candidate, logits=logits, gap=_compute_mean_gap(compute_entry_logprobs(logits, entries, size=size), entries)
+        candidate=candidate,
+        logits=logits,
+        gap=_compute_mean_gap(compute_entry_logprobs(logits, entries, size=size), entries),
     )
 
 
@@ -254,12 +262,16 @@ def _fit_logit_scale(own: Explanation, entries: Entries, size: int | None) -> fl
     ``None`` if no factor does, or if the factor is close to 1. A coarse search on a logarithmic scale is refined on a
     linear scale. ``size`` is the size of the server's vocabulary (``None``: the model's)."""
     scales = np.geomspace(0.1, 10, 41)
-    gaps = [_compute_mean_gap(compute_entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
+    gaps = [
+        _compute_mean_gap(compute_entry_logprobs(own.logits, entries, scale=scale, size=size), entries)
+        for scale in scales
+    ]
     best_index = int(np.argmin(gaps))
     low, high = scales[max(best_index - 1, 0)], scales[min(best_index + 1, len(scales) - 1)]
     fine_scales = np.linspace(low, high, 61)
     fine_gaps = [
-        _compute_mean_gap(compute_entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in fine_scales
+        _compute_mean_gap(compute_entry_logprobs(own.logits, entries, scale=scale, size=size), entries)
+        for scale in fine_scales
     ]
     scale = float(fine_scales[int(np.argmin(fine_gaps))])
     explains = min(fine_gaps) <= max(0.02, own.gap / 50) and min(fine_gaps) < CLEARLY * own.gap

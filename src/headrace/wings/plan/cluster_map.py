@@ -25,9 +25,9 @@ from headrace.run.session.own_engines import frozen_agents, teacher_model
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.parts import MappedPart, compute_engine_bytes
 from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
-from headrace.wings.plan.planning import make_sizing_request, longest_sequence
+from headrace.wings.plan.planning import longest_sequence, make_sizing_request
 from headrace.wings.plan.publication import PublicationEstimate
-from headrace.wings.plan.sizing import GB, learner_sizes, describe_levers, usable_bytes
+from headrace.wings.plan.sizing import GB, describe_levers, learner_sizes, usable_bytes
 from headrace.wings.plan.system import PlanContext
 from headrace.wings.plan.words import format_time
 

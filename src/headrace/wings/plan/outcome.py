@@ -133,7 +133,9 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return max((age for step in self.steps for age in step.ages), default=0)
 
 
-def _split_idle_time(idle_s: float, busy_side: Cause, busy_s: float, both_idle_s: Mapping[Cause, float]) -> dict[str, float]:
+def _split_idle_time(
+    idle_s: float, busy_side: Cause, busy_s: float, both_idle_s: Mapping[Cause, float]
+) -> dict[str, float]:
     """Return the idle seconds of one side (engines or learner) by cause. ``idle_s`` is the total, ``busy_s`` the part
     in which the other side, ``busy_side``, works, and ``both_idle_s`` the parts, by cause, in which both sides are
     idle. The rest has the cause ``Cause.NOBODY``; causes without time are left out."""

@@ -27,8 +27,8 @@ from headrace.sync.config import RunPlaces
 from headrace.sync.estimate import estimate_version, room_for
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.planning import make_sizing_request
-from headrace.wings.plan.preview import name_first_gpu, make_local_site
-from headrace.wings.plan.sizing import GB, SizingRequest, engine_bytes, learner_sizes, describe_memory, usable_bytes
+from headrace.wings.plan.preview import make_local_site, name_first_gpu
+from headrace.wings.plan.sizing import GB, SizingRequest, describe_memory, engine_bytes, learner_sizes, usable_bytes
 from headrace.wings.plan.words import format_time
 
 MB = 1e6
@@ -150,7 +150,9 @@ def map_parts(prepared: Prepared) -> Iterator[MappedPart]:
     workers |= {"environment": config.env.workers} if config.env.remote else {}
     for name, number in workers.items():
         if number:
-            yield MappedPart(name=name if number == 1 else f"{name} x {number}", devices=_describe_worker_machines(prepared))
+            yield MappedPart(
+                name=name if number == 1 else f"{name} x {number}", devices=_describe_worker_machines(prepared)
+            )
 
 
 def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:

@@ -110,7 +110,9 @@ def _best_machine(part: PartDemand, machines: Sequence[MachineResources]) -> Mac
     return best if best is not None and best.has_room(part) else None
 
 
-def _make_no_room_error(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]) -> ConfigError:
+def _make_no_room_error(
+    part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]
+) -> ConfigError:
     """Return the error for ``part``, which does not fit beside the parts that were placed before it."""
     gpus, cpus = sum(each.gpus for each in parts), sum(each.cpus for each in parts)
     free = max(machine.free_gpus for machine in machines)

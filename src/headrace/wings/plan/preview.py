@@ -28,7 +28,9 @@ def plan_line(prepared: Prepared) -> str:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
     try:
         site, engines, _ = make_local_site(prepared)
-        return describe_verdict(Search(site=site, clock=RealClock(), seed=0, fixed=engines).run_preview(), describe_bound)
+        return describe_verdict(
+            Search(site=site, clock=RealClock(), seed=0, fixed=engines).run_preview(), describe_bound
+        )
     except HeadraceError as error:
         return f"No plan: {error.problem}; {error.remedy}."
 

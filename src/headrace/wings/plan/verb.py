@@ -89,7 +89,9 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
     config = load_config(run_file, [*overrides, *needed], like=like)
     site = make_site(make_sizing_request(config), file)
     chosen = [*overrides, *needed]
-    write_deployment(make_deployment(chosen, site, make_cluster_map(config, site), file.deploy, str(directory)), directory)
+    write_deployment(
+        make_deployment(chosen, site, make_cluster_map(config, site), file.deploy, str(directory)), directory
+    )
     console(stderr=True).print(f"wrote the files of the deployment into {directory}", style="dim")
 
 

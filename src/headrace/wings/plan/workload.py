@@ -58,7 +58,9 @@ class DrawBuffer:
     """A buffer of random draws from a distribution. It draws thousands of values at a time and returns them one by one,
     because single draws are slow."""
 
-    def __init__(self, spread: Spread, rng: np.random.Generator, *, limit: float = math.inf, whole: bool = True) -> None:
+    def __init__(
+        self, spread: Spread, rng: np.random.Generator, *, limit: float = math.inf, whole: bool = True
+    ) -> None:
         """Create a buffer of draws from ``spread`` by the generator ``rng``. Draws above ``limit`` become ``limit``;
         with ``whole`` they are rounded to integers of at least 1."""
         self._spread, self._rng, self._limit, self._whole = spread, rng, limit, whole

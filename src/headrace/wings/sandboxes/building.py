@@ -66,7 +66,9 @@ async def _run_build_step(step: BuildStep, state: BuildState, session: SandboxSe
     if step.kind == "WORKDIR":
         made = await session.run_apart('mkdir -p -- "$1"', state.directory)
         if made.status != 0:
-            raise _make_setup_error(task, f"WORKDIR {state.directory}: {made.stderr.decode('utf-8', 'replace').strip()}")
+            raise _make_setup_error(
+                task, f"WORKDIR {state.directory}: {made.stderr.decode('utf-8', 'replace').strip()}"
+            )
     elif step.kind == "RUN":
         await _run_command(shlex.join(step.words), state, session, task)
 
@@ -78,7 +80,9 @@ async def _run_command(command: str, state: BuildState, session: SandboxSession,
     limits = replace(session.spec.limits, wall_s=task.build_s, output_bytes=OUTPUT_BYTES)
     done = await session.run(command, limits=limits)
     if not done.ok:
-        raise _make_setup_error(task, f"{command[:200]!r}: {describe_end(done)} {(done.stderr or done.stdout)[-400:].strip()}")
+        raise _make_setup_error(
+            task, f"{command[:200]!r}: {describe_end(done)} {(done.stderr or done.stdout)[-400:].strip()}"
+        )
 
 
 async def _copy(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:

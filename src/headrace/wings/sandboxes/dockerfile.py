@@ -322,7 +322,9 @@ def _parse_pairs(rest: str) -> tuple[str, ...]:
     if "=" not in name:
         pairs = [(name, value.strip())]
     else:
-        pairs = [(left, right) for left, _, right in (word.partition("=") for word in _split_words(rest) if "=" in word)]
+        pairs = [
+            (left, right) for left, _, right in (word.partition("=") for word in _split_words(rest) if "=" in word)
+        ]
         if len(pairs) != len(_split_words(rest)):
             raise ValueError("a variable has no value")
     for left, right in pairs:

@@ -30,7 +30,7 @@ from headrace.wings.sandboxes.building import task_directory
 from headrace.wings.sandboxes.changes import FileChanges
 from headrace.wings.sandboxes.grading import grade
 from headrace.wings.sandboxes.moments import ForkedWorld
-from headrace.wings.sandboxes.settings import WorldSettings, validate_settings, get_task_key
+from headrace.wings.sandboxes.settings import WorldSettings, get_task_key, validate_settings
 from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import WorldConfig, now_s, shared_worlds
 

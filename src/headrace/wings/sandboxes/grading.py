@@ -12,7 +12,7 @@ from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes import swe
 from headrace.wings.sandboxes.archives import RefusedFile, pack_files, unpack
 from headrace.wings.sandboxes.base import SandboxSession
-from headrace.wings.sandboxes.building import task_directory, collect_variables
+from headrace.wings.sandboxes.building import collect_variables, task_directory
 from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 

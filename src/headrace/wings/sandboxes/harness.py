@@ -23,7 +23,7 @@ from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes import SandboxSession
 from headrace.wings.sandboxes.grading import grade
-from headrace.wings.sandboxes.settings import WorldSettings, validate_settings, get_task_key
+from headrace.wings.sandboxes.settings import WorldSettings, get_task_key, validate_settings
 from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import shared_worlds
 
@@ -84,7 +84,9 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
     forwards = ((_inner_port(endpoint), f"{endpoint.hostname}:{endpoint.port}"),)
     worlds = shared_worlds(settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards))
     driver = await worlds.open()
-    variables = _make_variables(policy, endpoint) if driver.serves_forwards else _make_network_variables(settings, policy)
+    variables = (
+        _make_variables(policy, endpoint) if driver.serves_forwards else _make_network_variables(settings, policy)
+    )
     async with await worlds.enter(get_task_key(task), assigned) as session:
         settings.refuse_unguarded(session)
         done = await _run_program(session, assigned, settings, variables)

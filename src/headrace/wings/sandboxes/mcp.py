@@ -116,7 +116,9 @@ class SessionServer(LineChannel):
             last = await self._session.run_apart(f"tail -c {QUOTED} {FOLDER}/{self._name}.err")
             words = visible(last.stdout.decode("utf-8", "replace").strip())
             cause = "" if done.reason is Reason.EXITED else f" ({done.reason.replace('_', ' ')})"
-            raise self.make_error(f"has ended{cause}{': ' + words if words else ''}", "correct its command, or the server")
+            raise self.make_error(
+                f"has ended{cause}{': ' + words if words else ''}", "correct its command, or the server"
+            )
 
     def make_error(self, text: str, remedy: str) -> EpisodeError:
         """Return the error of an episode whose server has failed as ``text`` says; ``remedy`` says what the user can

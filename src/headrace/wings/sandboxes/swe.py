@@ -137,7 +137,9 @@ async def begin(session: SandboxSession, task: TaskDirectory, repositories: str)
     if repositories or session.spec.image == "":
         archive = await asyncio.to_thread(_check_out, task, task.named, repositories)
         if len(archive) > session.spec.limits.disk_bytes:
-            raise _make_setup_error(task, f"its repository has {len(archive)} bytes", "give it more: env.options.disk_mb")
+            raise _make_setup_error(
+                task, f"its repository has {len(archive)} bytes", "give it more: env.options.disk_mb"
+            )
         await session.unpack(archive)
     await session.run(_ACTIVATE)
     if task.named.bug:
@@ -162,7 +164,9 @@ async def _refuse_unusable_tests(session: SandboxSession, task: TaskDirectory, n
     needed_files = "".join(f"{file}\n" for file in _files(named.names) if file not in patched_files)
     done = await session.run(_MISSING_FILES.format(git=_git(""), commit=commit), stdin=needed_files.encode())
     if missing := done.stdout.splitlines():
-        raise _make_no_tests_error(task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them")
+        raise _make_no_tests_error(
+            task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them"
+        )
 
 
 async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> TestsReward:
@@ -268,7 +272,9 @@ def _check_out(task: TaskDirectory, named: NamedTests, repositories: str) -> byt
     places = [Path(f"{place}{end}") for place in places for end in ("", ".git")]
     source = next((place for place in places if place.is_dir()), None)
     if source is None or not name:
-        raise _make_setup_error(task, f"no repository {named.repository!r} in {repositories}", f"clone it to {places[0]}")
+        raise _make_setup_error(
+            task, f"no repository {named.repository!r} in {repositories}", f"clone it to {places[0]}"
+        )
     if not named.base_commit:
         raise _make_setup_error(task, "the row has no base_commit", "use its image")
     upload = "git -c uploadpack.allowAnySHA1InWant=true -c safe.directory=* upload-pack"
@@ -280,7 +286,9 @@ def _check_out(task: TaskDirectory, named: NamedTests, repositories: str) -> byt
         ):
             done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=False)
             if done.returncode:
-                raise _make_setup_error(task, f"{named.base_commit} of {source}: {done.stderr[-300:].strip()}", "fetch it there")
+                raise _make_setup_error(
+                    task, f"{named.base_commit} of {source}: {done.stderr[-300:].strip()}", "fetch it there"
+                )
         Path(folder, ".git", "FETCH_HEAD").unlink(missing_ok=True)
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -311,7 +319,9 @@ async def _run_or_fail(session: SandboxSession, task: TaskDirectory, command: st
     """Run a command. Raises :class:`~headrace.base.errors.EpisodeError` if it fails."""
     done = await session.run(command, stdin=stdin)
     if not done.ok:
-        raise _make_setup_error(task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row")
+        raise _make_setup_error(
+            task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row"
+        )
 
 
 def _make_setup_error(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:

@@ -194,7 +194,9 @@ def _open_harbor(directory: Path) -> TaskDirectory:
     if (directory / "steps").is_dir():
         raise _make_unsupported_error(directory, "has several steps", "give a task of one step")
     if verifier.get("environment_mode", "shared") != "shared":
-        raise _make_unsupported_error(directory, "runs its tests in an environment of their own", "run them in the agent's")
+        raise _make_unsupported_error(
+            directory, "runs its tests in an environment of their own", "run them in the agent's"
+        )
     context = directory / "environment"
     image, steps = _read_environment(directory, context)
     if environment.get("workdir"):
@@ -225,7 +227,9 @@ def _open_terminal_bench(directory: Path) -> TaskDirectory:
     if not isinstance(settings, dict) or not str(settings.get("instruction") or "").strip():
         raise DataError(f"the task {directory} has no instruction in {TERMINAL_BENCH}", remedy="write one")
     if settings.get("parser_name", "pytest") != "pytest":
-        raise _make_unsupported_error(directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest")
+        raise _make_unsupported_error(
+            directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest"
+        )
     image, steps = _read_environment(directory, directory)
     _require_path(directory / "run-tests.sh", "tests", directory)
     return TaskDirectory(
@@ -259,7 +263,9 @@ def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildS
     :class:`~headrace.base.errors.DataError` for several services. ``directory`` is the task's directory."""
     composed = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (context / name).is_file()]
     if composed and context != directory:  # each task of Terminal-Bench has one, which only starts its image
-        raise _make_unsupported_error(directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile")
+        raise _make_unsupported_error(
+            directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile"
+        )
     for name in composed:
         settings = _read_yaml(directory, name)
         services = settings.get("services") if isinstance(settings, dict) else None

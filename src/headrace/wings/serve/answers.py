@@ -129,13 +129,18 @@ class AnswerHead:
         tops = self._tops(piece)
         if not self.is_chat:
             by_text = (
-                None if tops is None else [_index_by_text(top, logprob) for top, logprob in zip(tops, logprobs, strict=True)]
+                None
+                if tops is None
+                else [_index_by_text(top, logprob) for top, logprob in zip(tops, logprobs, strict=True)]
             )
             return {
                 "tokens": spelled, "token_logprobs": logprobs, "top_logprobs": by_text, "text_offset": piece.offsets
             }  # fmt: skip
         content = [
-            {**_make_entry(token, logprob), "top_logprobs": [] if tops is None else [_make_entry(*each) for each in tops[place]]}
+            {
+                **_make_entry(token, logprob),
+                "top_logprobs": [] if tops is None else [_make_entry(*each) for each in tops[place]],
+            }
             for place, (token, logprob) in enumerate(zip(spelled, logprobs, strict=True))
         ]
         return {"content": content, "refusal": None}

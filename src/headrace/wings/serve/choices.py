@@ -138,7 +138,9 @@ async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOpti
                 return
 
 
-async def _make_echo_piece(engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions) -> ChoicePiece:
+async def _make_echo_piece(
+    engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions
+) -> ChoicePiece:
     """Return the prompt of the choice of ``request`` as its first piece, with logprobs from a forward pass of the model
     of ``engine`` if ``echo.scored``. ``text_options`` are the options for its text."""
     tokens = Tokens.observed(request.prompt_ids_T)

@@ -172,7 +172,11 @@ def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequen
     prompts than ``limits`` allow. Logprobs of an echoed prompt are refused for the ``agents``, which are names of
     adapters, because they are computed by the model without an adapter."""
     if body.max_tokens == 0 and not body.echo:
-        raise Refusal("max_tokens=0 without echo=true requests no output", remedy="set max_tokens >= 1, or echo=true", param="max_tokens")
+        raise Refusal(
+            "max_tokens=0 without echo=true requests no output",
+            remedy="set max_tokens >= 1, or echo=true",
+            param="max_tokens",
+        )
     if body.echo and body.logprobs is not None and body.model in agents:
         raise Refusal(
             f"echo=true with logprobs: the logprobs of a prompt are those of the model, not of {excerpt(body.model)}",

@@ -44,7 +44,9 @@ def format_figures(record: StepRecord) -> str:
     named = [("loss", "loss"), ("lr", "lr"), ("grad_norm", "grad norm")]
     named += [(name, name.replace("_", " ")) for name in metrics if name.endswith("_accuracy")]
     named += [("eval/loss", "eval loss"), ("trained_tok_s", "tok/s")]
-    return "  ".join(f"{words} {_format_figure(metrics[name])}" for name, words in named if metrics.get(name) is not None)
+    return "  ".join(
+        f"{words} {_format_figure(metrics[name])}" for name, words in named if metrics.get(name) is not None
+    )
 
 
 def _format_figure(value: float | None) -> str:

@@ -151,7 +151,9 @@ class RowRenderer:
                 raise _make_same_answers_error()
             both = [self._answer(row, name) for name in ("chosen", "rejected")]
         else:
-            raise _make_missing_columns_error(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
+            raise _make_missing_columns_error(
+                row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids"
+            )
         if both[0] == both[1]:
             raise _make_same_answers_error()
         return tuple(
@@ -376,7 +378,9 @@ def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherSc
     num = len(entries[0][0] or ())
     for place, (ids, logs) in zip(places, entries, strict=True):
         if not (isinstance(ids, list) and isinstance(logs, list) and len(ids) == len(logs) == num > 0):
-            raise _make_misaligned_teacher_error(f"of token {place} are not as many as of the first that carries loss, {num}")
+            raise _make_misaligned_teacher_error(
+                f"of token {place} are not as many as of the first that carries loss, {num}"
+            )
         if len(set(ids)) != num or not all(type(each) is int and 0 <= each < 2**31 for each in ids):
             raise _make_misaligned_teacher_error(f"of token {place} are not {num} different ids")
         if not all(isinstance(each, int | float) and each <= MOST for each in logs) or _mass(logs) > 1 + MOST:

@@ -178,7 +178,9 @@ class Stages:
 def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
     """Return the stages of ``source``, a file or a tree, with the pairs ``key=value`` of ``overrides`` applied. The key
     of a stage's setting contains the stage's number: ``stage.2.learner.lr=1e-6``."""
-    tree = source if isinstance(source, dict) else _resolve_paths(load_toml(Path(source)), Path(source).resolve().parent)
+    tree = (
+        source if isinstance(source, dict) else _resolve_paths(load_toml(Path(source)), Path(source).resolve().parent)
+    )
     if not isinstance(tree.get("stage"), list) or not tree["stage"]:
         raise ConfigError("the file has no [[stage]]", remedy="write one, or use headrace sft, dpo or train")
     tree = _resolve_paths(_apply_overrides(tree, [parse_override(text) for text in overrides]), Path.cwd())

@@ -209,7 +209,9 @@ class _Routes:
         model_kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
         posts: dict[str, Endpoint] = {
             "client/config": self._make_fixed_endpoint({}, schema.ClientConfigBody),
-            "client/dynamic_config": self._make_fixed_endpoint({"sample_cancel_enabled": True}, schema.ClientConfigBody),
+            "client/dynamic_config": self._make_fixed_endpoint(
+                {"sample_cancel_enabled": True}, schema.ClientConfigBody
+            ),
             "create_session": self._make_post_endpoint(lambda service, body: service.create_session(body)),
             "session_heartbeat": self._make_post_endpoint(lambda service, body: service.heartbeat(body)),
             "create_model": self._make_post_endpoint(lambda service, body: service.create_model(body)),
@@ -217,8 +219,12 @@ class _Routes:
             "forward_backward": self._make_ordered_endpoint(
                 lambda service, body: service.train(body), wire.read_model_and_seq, self._max_body_bytes
             ),
-            "load_weights": self._make_ordered_endpoint(lambda service, body: service.load_weights(body), schema.read_model_and_seq),
-            "create_sampling_session": self._make_post_endpoint(lambda service, body: service.create_sampling_session(body)),
+            "load_weights": self._make_ordered_endpoint(
+                lambda service, body: service.load_weights(body), schema.read_model_and_seq
+            ),
+            "create_sampling_session": self._make_post_endpoint(
+                lambda service, body: service.create_sampling_session(body)
+            ),
             "asample": self._sample,
             "retrieve_future": self._retrieve,
             "cancel_future": self._make_post_endpoint(lambda service, body: service.cancel(body)),
@@ -232,9 +238,15 @@ class _Routes:
             "/healthz": self._healthz,
             f"{PREFIX}/healthz": self._healthz,
             f"{PREFIX}/get_server_capabilities": self._make_get_endpoint(lambda service, _: service.capabilities()),
-            f"{PREFIX}/samplers/{{sampler}}": self._make_get_endpoint(lambda service, path: service.get_sampler(path["sampler"])),
-            f"{PREFIX}/sessions/{{session}}": self._make_get_endpoint(lambda service, path: service.catalog.session(path["session"])),
-            f"{PREFIX}/sessions": self._make_list_endpoint(lambda service, query, *page: service.catalog.sessions(*page)),
+            f"{PREFIX}/samplers/{{sampler}}": self._make_get_endpoint(
+                lambda service, path: service.get_sampler(path["sampler"])
+            ),
+            f"{PREFIX}/sessions/{{session}}": self._make_get_endpoint(
+                lambda service, path: service.catalog.session(path["session"])
+            ),
+            f"{PREFIX}/sessions": self._make_list_endpoint(
+                lambda service, query, *page: service.catalog.sessions(*page)
+            ),
             f"{PREFIX}/training_runs": self._make_list_endpoint(
                 lambda service, query, *page: service.catalog.training_runs(*page, query.get("project_id"))
             ),
@@ -242,7 +254,9 @@ class _Routes:
                 lambda service, query, *page: service.catalog.checkpoints(None, *page)
             ),
             run: self._make_get_endpoint(lambda service, path: service.catalog.training_run(path["model"])),
-            f"{run}/checkpoints": self._make_get_endpoint(lambda service, path: service.catalog.checkpoints(path["model"])),
+            f"{run}/checkpoints": self._make_get_endpoint(
+                lambda service, path: service.catalog.checkpoints(path["model"])
+            ),
             f"{checkpoint}/external_weights_urls": self._urls,
             f"{checkpoint}/files/{{file}}": self._file,
         }
@@ -305,7 +319,9 @@ class _Routes:
 
     def _make_model_endpoint(self, kind: str) -> Endpoint:
         """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
-        return self._make_ordered_endpoint(lambda service, body: service.make_model_endpoint(kind)(body), schema.read_model_and_seq)
+        return self._make_ordered_endpoint(
+            lambda service, body: service.make_model_endpoint(kind)(body), schema.read_model_and_seq
+        )
 
     def _make_ordered_endpoint(
         self,
@@ -379,7 +395,9 @@ class _Routes:
     async def _file(self, request: Request) -> Response:
         """Answer with the content of one file of a checkpoint."""
         path = request.path_params
-        return FileResponse((await self._catalog()).find_file(path["model"], _get_checkpoint_name(request), path["file"]))
+        return FileResponse(
+            (await self._catalog()).find_file(path["model"], _get_checkpoint_name(request), path["file"])
+        )
 
     async def _body(self, request: Request, max_bytes: int = JSON_BYTES) -> bytes:
         """Read and return the body of a request. Raises :class:`LongBody` if it has more than ``max_bytes`` bytes or

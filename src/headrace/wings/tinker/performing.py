@@ -27,8 +27,8 @@ from headrace.wings.tinker.files import (
     WeightState,
     check_name,
     check_ttl,
-    read_state_facts,
     read_state,
+    read_state_facts,
     write_model,
     write_state,
 )
@@ -44,7 +44,7 @@ from headrace.wings.tinker.schema import (
     parse,
 )
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, make_answer, get_model_directory
+from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, get_model_directory, make_answer
 from headrace.wings.tinker.weights import WholeTensors
 
 KINDS = {

@@ -285,7 +285,9 @@ def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) 
         offsets = np.cumsum([0, *(each.nbytes for each in part)]).astype(np.int64)
         tensor = _encode_bytes(1, b"".join(each.tobytes() for each in part)) + _encode_bytes(2, offsets.tobytes())
         tensor += _encode_number(3, FLOAT32) + b"".join(_encode_number(4, size) for size in shape)
-        records.append(_encode_bytes(2, _encode_bytes(1, "logprobs") + _encode_bytes(2, tensor)) + _encode_number(3, end - start))
+        records.append(
+            _encode_bytes(2, _encode_bytes(1, "logprobs") + _encode_bytes(2, tensor)) + _encode_number(3, end - start)
+        )
         start = end
     out = _encode_bytes(1, "ArrayRecord") + b"".join(_encode_bytes(2, record) for record in records)
     for name, value in metrics.items():
@@ -295,7 +297,12 @@ def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) 
 
 def read_metrics(result: bytes) -> dict[str, float]:
     """Return the metrics, by name, of the encoded ForwardBackwardOutput ``result``."""
-    return {key: float(value) for number, part in _iterate_fields(result) if number == 3 for key, value in [_decode_entry(part)]}
+    return {
+        key: float(value)
+        for number, part in _iterate_fields(result)
+        if number == 3
+        for key, value in [_decode_entry(part)]
+    }
 
 
 def write_tensor(values: Array, cells: SparseCells | None = None) -> bytes:
@@ -316,7 +323,12 @@ def write_top(ids_TK: Array, logprobs_TK: Array) -> bytes:
     log-probabilities."""
     count, k = ids_TK.shape
     ids, logs = np.ascontiguousarray(ids_TK, np.int32), np.ascontiguousarray(logprobs_TK, np.float32)
-    return _encode_bytes(1, ids.tobytes()) + _encode_bytes(2, logs.tobytes()) + _encode_number(3, k) + _encode_number(4, count)
+    return (
+        _encode_bytes(1, ids.tobytes())
+        + _encode_bytes(2, logs.tobytes())
+        + _encode_number(3, k)
+        + _encode_number(4, count)
+    )
 
 
 def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T: Array, top: bytes | None) -> bytes:
@@ -324,7 +336,9 @@ def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T
     that sampled each token. ``stopped`` is true if a stop token or string ended the sequence, and false if the length
     limit did; ``top`` is an encoded TopkLogprobs, or ``None``."""
     out = _encode_number(1, 0 if stopped else 1)
-    out += _encode_bytes(2, ids_T.astype(np.int32).tobytes()) + _encode_bytes(3, logprobs_T.astype(np.float32).tobytes())
+    out += _encode_bytes(2, ids_T.astype(np.int32).tobytes()) + _encode_bytes(
+        3, logprobs_T.astype(np.float32).tobytes()
+    )
     if top is not None:
         out += _encode_bytes(4, top)
     return out + _encode_bytes(VERSIONS_FIELD, versions_T.astype(np.int32).tobytes())

@@ -101,7 +101,9 @@ def make_app(
     return make_application(answers, _respond_page, token=token, secure=secure)
 
 
-def make_application(answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool) -> ViewAuth:
+def make_application(
+    answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool
+) -> ViewAuth:
     """Return an ASGI application with the routes ``answers``, the static files of the dashboard, and the page that
     ``page`` returns at ``/``. Every request must have ``token``; ``secure`` is true if the application is served over
     TLS only. The dashboard of runs and the page about tenants both use this function."""
@@ -126,7 +128,9 @@ def _run_routes(clock: Clock) -> dict[str, Answer]:
         ),
         "flow": lambda run, _: figures.flow(run),
         "system": lambda run, _: figures.system(run),
-        "timeline": lambda run, request: timeline(run, *(_get_parameter(request, name) for name in ("from", "to", "bins"))),
+        "timeline": lambda run, request: timeline(
+            run, *(_get_parameter(request, name) for name in ("from", "to", "bins"))
+        ),
         "outliers/{step:number}": lambda run, request: find_outliers(run, clock, request.path_params["step"]),
         "episodes": lambda run, request: episodes.list_episodes(run, dict(request.query_params)),
         "search": lambda run, request: episodes.search_episodes(

@@ -31,7 +31,9 @@ def _read(turn: Turn, reader: StoreReader) -> Turn:
     tokens = msgspec.structs.replace(
         turn.tokens, kept=_read_or_none(reader.kept, kept), routing=_read_or_none(reader.routing, routing)
     )
-    return msgspec.structs.replace(turn, tokens=tokens, context_routing=_read_or_none(reader.routing, turn.context_routing))
+    return msgspec.structs.replace(
+        turn, tokens=tokens, context_routing=_read_or_none(reader.routing, turn.context_routing)
+    )
 
 
 def _read_or_none(read: Callable[[T], T], column: T | None) -> T | None:

@@ -139,7 +139,9 @@ def _teacher_summary(
         "teacher": episode.turns[turn].teacher,
         "teacher_gap": max_abs(gaps_T),
         "teacher_entries": 0 if teacher_scores is None else teacher_scores.ids_TK.shape[1],
-        "teacher_adds": None if teacher_scores is None or added_T is None else _find_range(added_T[teacher_scores.known_T]),
+        "teacher_adds": None
+        if teacher_scores is None or added_T is None
+        else _find_range(added_T[teacher_scores.known_T]),
     }
 
 

@@ -167,7 +167,9 @@ def system(run: OpenRun) -> dict[str, Any]:
     parts = [part for part in status.get("components") or [] if isinstance(part, dict)]
     return {
         **state,
-        "components": [{**part, **(_measure_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts],
+        "components": [
+            {**part, **(_measure_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts
+        ],
         "parts": run.parts.tree,
         "waits": _as_texts(status.get("waits")),
         "config": run.config.tree,
@@ -256,7 +258,11 @@ def _compare_survivors(browser: Browser) -> dict[str, Any] | None:
 def _count_fates(conservation: Conservation) -> dict[str, Any]:
     """Return, for groups, episodes and tokens, the number submitted and the numbers by fate. ``balance`` is the number
     without a fate, which is 0 in a consistent ledger."""
-    units: dict[str, UnitCounts] = {"groups": conservation.groups, "episodes": conservation.episodes, "tokens": conservation.tokens}
+    units: dict[str, UnitCounts] = {
+        "groups": conservation.groups,
+        "episodes": conservation.episodes,
+        "tokens": conservation.tokens,
+    }
     return {
         name: {
             "submitted": fates.submitted,

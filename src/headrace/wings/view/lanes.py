@@ -169,7 +169,11 @@ class LaneIndex:
     def busy(self, lane: str, within: tuple[float, float]) -> float:
         """Return the fraction of the time ``within`` (start and end) in which the lane worked, waiting excluded; 0 if
         ``within`` is empty."""
-        return float(fill_fractions(self._find_busy_intervals(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
+        return (
+            float(fill_fractions(self._find_busy_intervals(lane), np.array(within))[0])
+            if within[0] < within[1]
+            else 0.0
+        )
 
     def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
         """Return the number of seconds that the lane worked in all intervals of ``pieces`` together."""

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from headrace.base.clock import Clock
 from headrace.wings.tinker.records import ServerRecords
-from headrace.wings.view.app import make_application, json_response
+from headrace.wings.view.app import json_response, make_application
 from headrace.wings.view.auth import ViewAuth
 from headrace.wings.view.text import DirectoryTokenizer
 

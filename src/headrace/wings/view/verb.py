@@ -60,7 +60,9 @@ def view(
     _show_runs(asked, config, clock, live=live, export=export, browser=not no_browser)
 
 
-def _show_runs(directories: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
+def _show_runs(
+    directories: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool
+) -> None:
     """Serve the dashboard of the runs in ``directories``, with the settings ``config`` and the clock ``clock``; with
     ``export``, write it into files instead. With ``live``, show only the run that wrote a file last; with ``browser``,
     open a browser."""

@@ -24,7 +24,14 @@ from headrace.base.errors import ConfigError
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compare_figures, merge_figures, make_card_rates, read_file, write_file
+from headrace.wings.bench.gpu.files import (
+    GpuFile,
+    compare_figures,
+    make_card_rates,
+    merge_figures,
+    read_file,
+    write_file,
+)
 from headrace.wings.bench.gpu.refusals import model_folder, query_card, refuse_card, refuse_options
 from headrace.wings.bench.gpu.stages import choose_stages
 

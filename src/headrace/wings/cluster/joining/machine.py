@@ -166,7 +166,8 @@ class JoinedStarter:
         :class:`~headrace.base.errors.ConfigError` if the machine lacks one of the paths."""
         query = msgspec.structs.replace(self._query, paths=list_required_paths(start))
         found = msgspec.json.decode(
-            await wait_for_answer(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
+            await wait_for_answer(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s),
+            type=NodeReply,
         )
         for path in found.missing.values():
             raise ConfigError(

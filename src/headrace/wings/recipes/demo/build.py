@@ -186,7 +186,9 @@ def warm_start(
         forgets = rng.random(WARM_BATCH) < demonstrations.careless_frac
         answers = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
         samples = [
-            _make_demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])
+            _make_demonstration(
+                index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id]
+            )
             for index, (pair, text) in enumerate(zip(chosen, answers, strict=True))
         ]
         core.train(Batch.collate(step, samples))

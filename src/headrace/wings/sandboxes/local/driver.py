@@ -37,8 +37,8 @@ from headrace.wings.sandboxes.base import (
     SandboxSnapshot,
     SandboxSpec,
     SessionEnded,
-    refuse_invalid,
     make_unusable_snapshot_error,
+    refuse_invalid,
 )
 from headrace.wings.sandboxes.local import frames
 from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_open_files

@@ -148,7 +148,12 @@ async def take_copy(
     finally:
         if listed.modes:
             with suppress(SessionEnded):
-                await _run_program(session, "restore modes", _make_script_arguments(session, _MODES), _encode_pairs(reversed(listed.modes)))
+                await _run_program(
+                    session,
+                    "restore modes",
+                    _make_script_arguments(session, _MODES),
+                    _encode_pairs(reversed(listed.modes)),
+                )
 
 
 async def put_copy(session: SandboxSession, files: ChangedFiles) -> None:
@@ -173,7 +178,10 @@ async def _copy(
 ) -> ChangedFiles:
     """Pack the paths of ``session`` that differ between the records ``old`` and the present list ``listed``, and return
     them as a copy for sessions of ``image``. No file may have more than ``largest_bytes`` bytes."""
-    before, after = _index_by_path(old.difference(listed.records), listed.mounts), _index_by_path(listed.records, listed.mounts)
+    before, after = (
+        _index_by_path(old.difference(listed.records), listed.mounts),
+        _index_by_path(listed.records, listed.mounts),
+    )
     changed = {record.path: record for record in _index_by_path(set(listed.records) - old, listed.mounts).values()}
     removed = [path for path, record in before.items() if path not in after or after[path].kind != record.kind]
     touched = [*(path for path in changed if changed[path].kind != "d"), *removed]
@@ -206,7 +214,9 @@ async def _copy(
 
 async def _list(session: SandboxSession, mode: str) -> _ListedFiles:
     """Return the present files of a session. ``mode`` is the argument of :data:`_LIST`: ``open`` or empty."""
-    done = await _run_program(session, "list files", [*_make_script_arguments(session, _LIST), mode], b"", LISTING_BYTES)
+    done = await _run_program(
+        session, "list files", [*_make_script_arguments(session, _LIST), mode], b"", LISTING_BYTES
+    )
     parts = done.stdout.split(b"\0")
     try:
         if parts[-2] != b"E":
@@ -324,7 +334,9 @@ async def _run_program(
     done = await session.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=limits)
     if done.reason is not Reason.EXITED or done.status != 0:
         words = done.stderr.decode("utf-8", "replace").strip()[-300:] or done.reason
-        raise _make_refusal(f"its session could not {what}: {words}", "keep find and tar in the image, and room on the disk")
+        raise _make_refusal(
+            f"its session could not {what}: {words}", "keep find and tar in the image, and room on the disk"
+        )
     return done
 
 

@@ -31,15 +31,15 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
     HostedSession,
-    encode_input,
-    make_launcher_arguments,
-    ignore_errors,
-    refuse_missing,
     describe_error,
+    encode_input,
+    ignore_errors,
+    make_launcher_arguments,
+    refuse_missing,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.settings import validate_driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox

@@ -21,8 +21,8 @@ from headrace.wings.sandboxes.base import (
     SandboxDriver,
     SandboxSnapshot,
     SandboxSpec,
-    refuse_invalid,
     make_unusable_snapshot_error,
+    refuse_invalid,
 )
 from headrace.wings.sandboxes.served.owners import make_owner_name
 from headrace.wings.sandboxes.served.session import ServedSession

@@ -26,7 +26,7 @@ from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.owners import is_dead, make_owner_name
 from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings
 from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
-from headrace.wings.sandboxes.served.settings import validate_driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     from headrace.wings.sandboxes.served.cluster import KubernetesCluster
@@ -407,13 +407,17 @@ def _find_running_image(pod: Any, word: str) -> str | None:
     """Return the image of a running pod, as the cluster names it; ``None`` if the pod does not run yet. ``word`` is the
     kind of the watch event. Raises :class:`~headrace.base.errors.EpisodeError` if the pod cannot run any more."""
     if word == "DELETED" or pod.status.phase in ("Failed", "Succeeded"):
-        raise _make_start_error(f"its pod has ended: {_describe_end(pod)}", "look at the image, and the cluster's events")
+        raise _make_start_error(
+            f"its pod has ended: {_describe_end(pod)}", "look at the image, and the cluster's events"
+        )
     for status in pod.status.container_statuses or ():
         if status.state.running is not None:
             return str(status.image_id or "")
         waiting = status.state.waiting
         if waiting is not None and waiting.reason in _HOPELESS:
-            raise _make_start_error(f"{waiting.reason}: {waiting.message}", "name an image that the cluster can fetch and run")
+            raise _make_start_error(
+                f"{waiting.reason}: {waiting.message}", "name an image that the cluster can fetch and run"
+            )
     return None
 
 

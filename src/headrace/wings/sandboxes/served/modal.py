@@ -23,15 +23,15 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
     HostedSession,
-    make_launcher_arguments,
+    describe_error,
     ignore_errors,
+    make_launcher_arguments,
     refuse_missing,
     round_up_lifetime,
-    describe_error,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.settings import validate_driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     import modal

@@ -13,8 +13,8 @@ from headrace.wings.sandboxes.base import (
     SandboxDriver,
     SandboxSnapshot,
     SandboxSpec,
-    refuse_invalid,
     make_unusable_snapshot_error,
+    refuse_invalid,
 )
 from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
 from headrace.wings.sandboxes.served.keeping import choose_image

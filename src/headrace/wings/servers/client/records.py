@@ -58,7 +58,9 @@ def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: i
         raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
         if token not in span or any(a >= b for a, b in itertools.pairwise(span)):
-            raise ValueError(f"token {token} with a kept-set of {len(span)} that does not contain it or is not ascending")
+            raise ValueError(
+                f"token {token} with a kept-set of {len(span)} that does not contain it or is not ascending"
+            )
         if span[-1] >= vocab_size:
             raise ValueError(f"a kept-set with {span[-1]}, outside the vocabulary of {vocab_size}")
 
