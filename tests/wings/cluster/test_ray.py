@@ -34,7 +34,7 @@ from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, Super
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor, list_required_paths
 from headrace.wings.cluster.ray import cluster, starter
 from headrace.wings.cluster.ray.cluster import RayNode, make_bundle
-from headrace.wings.cluster.ray.fit import choose_devices
+from headrace.wings.cluster.ray.fit import choose_ray_devices
 from tests.launch.workers import KEEP, TOKEN, ForeignPeer, is_alive
 
 HERE = "127.0.0.1"
@@ -77,7 +77,7 @@ def test_settings_that_cannot_be_on_a_cluster_are_refused_with_a_remedy(case: st
 
 def test_each_part_computes_on_what_it_asks_for() -> None:
     launch = load_config(ON_RAY, ["launch.ray.engine={gpus = 1, cpus = 4}"]).launch
-    assert str(choose_devices(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
+    assert str(choose_ray_devices(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
     assert launch.threads("engine", 2, 64) == 4
     assert LaunchConfig(engine_threads=4).threads("engine", 2, 64) == 2
     assert make_bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {

@@ -101,7 +101,7 @@ def encode_prompts(body: AnyBody, tokenizer: ServedTokenizer, served: ServedMode
     for prompt in body.prompt:
         if isinstance(prompt, str):
             _refuse_long(prompt, "prompt", tokenizer, served)
-    return [tokenizer.encode_prompts(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
 def make_structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer) -> str:

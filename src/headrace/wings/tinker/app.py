@@ -421,7 +421,7 @@ def _get_checkpoint_name(request: Request) -> str:
 
 def _make_response(result: ResultResponse) -> Response:
     """Return a result of the service as an HTTP response."""
-    return Response(found.body, media_type=found.media, status_code=found.status)
+    return Response(result.body, media_type=result.media, status_code=result.status)
 
 
 def _respond_refused(_: Request, error: Exception) -> Response:

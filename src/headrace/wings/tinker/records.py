@@ -156,8 +156,8 @@ def _read_datum_rows(request_row: sqlite3.Row) -> Iterator[dict[str, Any]]:
             name: datum.inputs[name].tolist() for name in (WEIGHTS, ADVANTAGES, LOGPROBS) if name in datum.inputs
         }
         yield {
-            "seq": row["seq"],
-            "status": row["status"],
+            "seq": request_row["seq"],
+            "status": request_row["status"],
             "place": place,
             "loss": request.loss_fn,
             "ids": datum.ids_N.tolist(),

@@ -304,7 +304,7 @@ class TinkerService:
         """Load the weights that a model saved last into its in-flight samplers."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
         # skip samplers whose base is no longer served: their clients receive an error when they sample
-        records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
+        records = [record for record in map(SamplerRecord.from_row, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
         base = self._bases[records[0].base]

@@ -110,8 +110,8 @@ def make_bases(model: str, names: Sequence[str], whole: Sequence[str] = ()) -> t
         named.setdefault(short_model_name(str(path)), (path, is_whole))
     for path, is_whole in bases:
         named.setdefault(str(path), (path, is_whole))
-    names = {base: tuple(name for name, of in named.items() if of == base) for base in bases}
-    return tuple(BaseConfig(path=path, names=names[path, is_whole], whole=is_whole) for path, is_whole in bases)
+    names_by_base = {base: tuple(name for name, named_base in named.items() if named_base == base) for base in bases}
+    return tuple(BaseConfig(path=path, names=names_by_base[path, is_whole], whole=is_whole) for path, is_whole in bases)
 
 
 def _find_directory(path_or_name: str, setting: str) -> Path:

@@ -40,7 +40,7 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         _refuse_gpu_count(name, share, 1, f"each {name} worker")
 
 
-def choose_devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
+def choose_ray_devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
     """Return the devices, with the settings ``launch``, of ``num_engines`` engines and ``num_ranks`` ranks of the
     learner. Only the GPUs that a part has requested from the cluster are visible to it, and torch numbers them from
     0."""

@@ -52,7 +52,8 @@ class CopiedFiles:
         if most != resource.RLIM_INFINITY and self._file.fileno() > most - LEFT_OPEN:
             self._file.close()
             raise _make_no_copy_error(
-                f"{most} files are the most that this process may have open, and snapshots have all but {LEFT_OPEN} of them"
+                f"{most} files are the most that this process may have open, and snapshots have all but "
+                f"{LEFT_OPEN} of them"
             )
 
     def open_archive(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
