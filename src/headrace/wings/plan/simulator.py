@@ -52,40 +52,32 @@ class Simulation:
         if world.flow.pivots is not None:
             raise ConfigError("flow.pivots cannot be simulated", remedy="plan the run without flow.pivots")
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
-        self.world, self._check = world, check
-        self.events = EventQueue()
+        self.world, self._check, self.events = world, check, EventQueue()
         self.ledger = CountingLedger(self._group_dropped)
         last_step = sys.maxsize if world.endless else world.steps
         self.flow = Flow(
             world.flow, writer=self.ledger, clock=self.events, last_step=last_step, pick_row=lambda number: number
         )
         self.fleet = SimulatedFleet(
-            self.events,
-            world.engine,
-            count=world.num_engines,
-            max_sequences=world.max_sequences,
-            cache_tokens=world.cache_tokens,
-            sync=world.sync,
-            failures=world.failures,
-            rng=streams[0],
-        )
+            self.events, world.engine, count=world.num_engines, max_sequences=world.max_sequences,
+            cache_tokens=world.cache_tokens, sync=world.sync, failures=world.failures, rng=streams[0],
+        )  # fmt: skip
         self.learner: SimulatedLearner[SimulatedBatch] = SimulatedLearner(
             self.events, world.learner, world.sync, world.failures, rng=streams[1],
             on_start=self._step_starts, on_trained=self._step_ends,
             commit=lambda version: self.fleet.commit(version, lambda: self._committed(version)),
         )  # fmt: skip
         self._draws = WorkloadDraws(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
-        """The random draws of the workload."""
         self._controller_s = 0.0
         """Virtual time until which the controller is busy with the starts and ends of episodes."""
         self._scorers = [0.0] * (world.workload.reward_slots or 0)
         """Heap of the times at which each scorer is free; empty if their number is not limited."""
         self._has_filters = bool(world.flow.filters)
-        reads_lengths = any(isinstance(each, LengthFilter) for each in world.flow.filters)
-        self._recorder = SimulatedRecorder(full_length=reads_lengths)
+        self._recorder = SimulatedRecorder(
+            full_length=any(isinstance(each, LengthFilter) for each in world.flow.filters)
+        )
         """Converts simulated groups for the filters and the flow."""
         self._context = FilterContext(decode=lambda ids: "", seed=seed)
-        """The context that filters receive."""
         self.groups: dict[int, SimulatedGroup] = {}
         """Groups that are neither trained nor dropped."""
         self.steps: list[StepSnapshot] = []
@@ -96,8 +88,7 @@ class Simulation:
         self.scoring_s = self.sync_s = 0.0
         """Time in which engines and learner both waited: for rewards, and for the weight sync."""
         self._overlap_s = self._engine_busy_s = 0.0
-        """Time in which engines and learner were both busy, and the engines' busy time at the start of the present
-        step, averaged over the engines."""
+        """Time in which both sides were busy; and the engines' mean busy time at the start of the present step."""
         self._may_admit = self._may_take = True
         """Whether the flow may now have a group to start, and a complete batch."""
         self._planned_s: float | None = None
@@ -225,8 +216,8 @@ class Simulation:
         episode.truncated = episode.truncated or episode.tokens_left >= self.world.max_new_tokens
         if episode.context + episode.tokens_left > self.world.cache_tokens:
             raise ConfigError(
-                f"an episode of {episode.context + episode.tokens_left:.0f} tokens does not fit the cache of an engine, "
-                f"which holds {self.world.cache_tokens:.0f}",
+                f"an episode of {episode.context + episode.tokens_left:.0f} tokens does not fit the "
+                f"cache of an engine, which holds {self.world.cache_tokens:.0f}",
                 remedy="give an engine more accelerators, or shorten prompts, answers or turns",
             )
         preferred = episode.cache_engine

@@ -206,8 +206,19 @@ class _Routes:
     def all(self) -> list[Route]:
         """Return all routes of the server: each path with its method and its endpoint. Each endpoint belongs to one
         method of :class:`~headrace.wings.tinker.service.TinkerService`."""
+        checkpoint = f"{PREFIX}/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}"
+        return [
+            *(Route(f"{PREFIX}/{path}", endpoint, methods=["POST"]) for path, endpoint in self._make_posts().items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in self._make_gets().items()),
+            Route(f"{PREFIX}/sessions/{{session}}/finish", self._finish, methods=["POST"]),
+            Route(checkpoint, self._delete, methods=["DELETE"]),
+            Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
+        ]
+
+    def _make_posts(self) -> dict[str, Endpoint]:
+        """Return the endpoints of POST requests by their paths below :data:`PREFIX`."""
         model_kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
-        posts: dict[str, Endpoint] = {
+        return {
             "client/config": self._make_fixed_endpoint({}, schema.ClientConfigBody),
             "client/dynamic_config": self._make_fixed_endpoint(
                 {"sample_cancel_enabled": True}, schema.ClientConfigBody
@@ -232,9 +243,12 @@ class _Routes:
             "weights_info": self._make_post_endpoint(lambda service, body: service.catalog.weights_info(body)),
             **{kind: self._make_model_endpoint(kind) for kind in model_kinds},
         }
+
+    def _make_gets(self) -> dict[str, Endpoint]:
+        """Return the endpoints of GET requests by their paths."""
         run = f"{PREFIX}/training_runs/{{model}}"
         checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
-        gets: dict[str, Endpoint] = {
+        return {
             "/healthz": self._healthz,
             f"{PREFIX}/healthz": self._healthz,
             f"{PREFIX}/get_server_capabilities": self._make_get_endpoint(lambda service, _: service.capabilities()),
@@ -260,13 +274,6 @@ class _Routes:
             f"{checkpoint}/external_weights_urls": self._urls,
             f"{checkpoint}/files/{{file}}": self._file,
         }
-        return [
-            *(Route(f"{PREFIX}/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
-            Route(f"{PREFIX}/sessions/{{session}}/finish", self._finish, methods=["POST"]),
-            Route(checkpoint, self._delete, methods=["DELETE"]),
-            Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
-        ]
 
     async def _catalog(self) -> Catalog:
         """Wait for the service, and return its catalogue of sessions, models and checkpoints."""

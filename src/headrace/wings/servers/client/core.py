@@ -382,7 +382,7 @@ class ServedEngine:
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
         """Start the task in which the server loads ``version``; this method runs in the event loop."""
-        self._swap = self._wire.create_task(self._streams.swap(version, mode))
+        self._swap = self._wire.start_task(self._streams.swap(version, mode))
 
     async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
         """Request the scores of ``ids`` from the server, computed with the adapter of the policy."""

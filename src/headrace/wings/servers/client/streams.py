@@ -107,7 +107,7 @@ class AnswerStreams:
         """Time at which the newest token arrived or the server became busy."""
         self.stats = EngineStats()
         """The engine's counters. Each change replaces the immutable record, so any thread may read it."""
-        self._watching = wire.create_task(self._watch())
+        self._watching = wire.start_task(self._watch())
         """The task that watches the server's health."""
 
     def adopt(self, version: int) -> None:
@@ -228,7 +228,7 @@ class AnswerStreams:
             if not self._running:
                 self._busy_since_s = self._last_token_s = self._clock.now()
             self._running[request_id] = answer
-            answer.task = self._wire.create_task(self._run(answer))
+            answer.task = self._wire.start_task(self._run(answer))
         self._update_stats()
 
     def _remove(self, answer: StreamedAnswer) -> None:

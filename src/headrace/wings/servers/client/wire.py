@@ -110,7 +110,7 @@ class Wire:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
-    def create_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that runs ``coroutine`` in the event loop, and return it. The task is cancelled when the loop
         ends, and an error of the task ends the loop. This method must be called in the event loop."""
         return self._group.create_task(coroutine)
