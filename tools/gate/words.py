@@ -1,4 +1,4 @@
-"""The rules on names and docstrings: of the fields of records, the methods of protocols, test functions and classes."""
+"""The rules on names and docstrings: of the fields of records, the methods of protocols, functions and classes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,11 @@ def unique_classes(sources: Iterable[Source]) -> list[Finding]:
 
 
 def words(source: Source) -> Iterator[Finding]:
-    """Yield findings of the rules ``field``, ``contract`` and ``sentence`` in ``source``."""
+    """Yield findings of the rules ``field``, ``contract``, ``sentence`` and ``verb`` in ``source``."""
     if source.path.startswith("tests/"):
         yield from _sentences(source)
+    if source.package or source.path.startswith(("lab/", "tools/")):
+        yield from _verbs(source)
     if source.package:
         for cls in source.classes:
             yield from _fields(source, cls)
@@ -61,6 +63,14 @@ def _sentences(source: Source) -> Iterator[Finding]:
     for function in source.functions:
         if function.name.startswith("test_") and len(function.name.split("_")) < 4:
             yield source.find("sentence", function, f"{function.name} is no sentence: say what holds")
+
+
+def _verbs(source: Source) -> Iterator[Finding]:
+    """Yield a finding for each function of ``source`` whose name is ``of`` or ends in ``_of``, which is not a verb."""
+    for function in source.functions:
+        if function.name == "of" or function.name.endswith("_of"):
+            text = f"{function.name} does not say what it does: name it by a verb, as get_, find_, make_ or from_"
+            yield source.find("verb", function, text)
 
 
 def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
