@@ -26,6 +26,7 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 
 def multiply(arguments):
+    """Return the product of the two numbers in ``arguments``, a JSON text of the model, or the error as text."""
     try:
         numbers = json.loads(arguments)
         return str(int(numbers["a"]) * int(numbers["b"]))
@@ -37,11 +38,11 @@ task = json.loads(Path(os.environ["HEADRACE_TASK"]).read_text())  # noqa: TID251
 client = openai.OpenAI()
 messages = [{"role": "user", "content": task["question"]}]
 for _ in range(5):
-    said = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
-    messages.append(said)
-    if not said.tool_calls:
+    reply = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+    messages.append(reply)
+    if not reply.tool_calls:
         break
-    for call in said.tool_calls:
+    for call in reply.tool_calls:
         messages.append({"role": "tool", "tool_call_id": call.id, "content": multiply(call.function.arguments)})
-numbers = re.findall(r"-?\d+", said.content or "")
+numbers = re.findall(r"-?\d+", reply.content or "")
 print(json.dumps({"reward": float(numbers[-1:] == [str(task["answer"])])}))

@@ -1,4 +1,4 @@
-"""Makes a small model that half knows a task of reasoning-gym, so that reinforcement learning has something to improve.
+"""Make a small model that half knows a task of reasoning-gym, so that reinforcement learning has something to improve.
 
     python examples/arithmetic.py
     headrace train examples/arithmetic.toml
@@ -26,18 +26,18 @@ TEMPLATE = (
     "{%- for message in messages %}{{ message.content }}"
     "{%- if message.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
-"""A question, an answer, its end."""
+"""The chat template: a question, an answer, and the end of the answer."""
 CARELESS_FRAC = 0.6
 """How often the teacher reads every minus as a plus."""
 
 
-def careless(entry):
-    """What the teacher writes then."""
+def answer_carelessly(entry):
+    """Return what the teacher writes then to ``entry``, a task of the library: the sum of all numbers in it."""
     return str(sum(int(number) for number in re.findall(r"\d+", entry["metadata"]["expression"])))
 
 
 def main(directory, steps):
-    """Make the model in ``directory``."""
+    """Make the model in ``directory``, with ``steps`` training steps."""
     run = tomllib.loads((HERE / "arithmetic.toml").read_text())
     count = run["data"]["count"]
     tasks = reasoning_gym.create_dataset("basic_arithmetic", seed=0, size=10_000, **run["env"]["options"])
@@ -52,10 +52,12 @@ def main(directory, steps):
         )  # fmt: skip
         rng = np.random.default_rng(0)
         for step in range(steps):
-            shown = [tasks[int(number)] for number in rng.integers(count, size=128)]  # none of those held out
-            prompts = [[{"role": "user", "content": entry["question"]}] for entry in shown]
-            answers = [careless(e) if rng.random() < CARELESS_FRAC else e["answer"] for e in shown]
-            report = policy.forward_backward(policy.demonstrations(prompts, answers), [1.0] * len(shown))
+            entries = [tasks[int(number)] for number in rng.integers(count, size=128)]  # none of those held out
+            prompts = [[{"role": "user", "content": entry["question"]}] for entry in entries]
+            answers = [
+                answer_carelessly(entry) if rng.random() < CARELESS_FRAC else entry["answer"] for entry in entries
+            ]
+            report = policy.forward_backward(policy.demonstrations(prompts, answers), [1.0] * len(entries))
             policy.optim_step()
             if step % 50 == 0:
                 print(f"step {step:4}  loss {report.metrics['loss']:.3f}", flush=True)

@@ -19,21 +19,22 @@ STAKE = 0.25
 
 
 def is_right(written, answer):
-    """Three digits, the least significant first."""
+    """Return whether ``written`` is ``answer``, as three digits, the least significant first."""
     digits = written[::-1]
     return len(digits) == 3 and digits.isascii() and digits.isdigit() and int(digits) == answer
 
 
 async def reconsider(policy, side, question, own, other):
-    """The last word of one side, after it has heard the other."""
+    """Return the last word of ``side`` on ``question`` after it has heard the other: its ``own`` first answer, or the
+    ``other`` one if it concedes."""
     heard = {"role": "user", "content": f"{other.message.content}="}
-    said = [{"role": "user", "content": question}, own.message, heard]
-    reply = await policy.chat(said, agent=side, max_new_tokens=1)
+    messages = [{"role": "user", "content": question}, own.message, heard]
+    reply = await policy.chat(messages, agent=side, max_new_tokens=1)
     return (other if reply.message.content == CONCEDE else own).message.content
 
 
 async def debate(task, policy):
-    """Two rounds and, where they leave something to decide, a verdict."""
+    """Play the two rounds of a debate on ``task`` and, if the last words differ, ask the judge; return the rewards."""
     question, answer = task["prompt"], task["answer"]
     opening = await asyncio.gather(*(policy.chat(question, agent=side) for side in SIDES))
     heard = zip(SIDES, opening, reversed(opening), strict=True)

@@ -18,7 +18,8 @@ WORDS = ["river", "water", "wheel", "mill", "stone", "flow", "gate", "dam", "pon
 
 
 def reward(completion: str, word: str) -> float:
-    """The share of the completion that is in capital letters; columns of the row arrive by name."""
+    """Return the share of ``completion`` that is in capital letters; columns of the row, such as ``word``, are passed
+    by name."""
     return sum(letter.isupper() for letter in completion) / max(1, len(completion))
 
 

@@ -28,8 +28,8 @@ async def train(policy, home, metrics, steps):
     rows, held_out = ([json.loads(line) for line in lines] for lines in files)
     rng, clock = np.random.default_rng(0), RealClock()
 
-    async def ask(rows, **how):
-        groups = await policy.sample([row["prompt"] for row in rows], max_new_tokens=4, **how)
+    async def ask(rows, **options):
+        groups = await policy.sample([row["prompt"] for row in rows], max_new_tokens=4, **options)
         pairs = zip(groups, rows, strict=True)
         return groups, [[reward(sample.text, row["answer"]) for sample in group] for group, row in pairs]
 

@@ -17,18 +17,18 @@ from collections import deque
 import headrace
 
 SOLVERS = 4
-LATELY = deque(maxlen=512)
+RECENT = deque(maxlen=512)
 """The last numbers that the proposer wrote."""
 
 
 def is_right(written, answer):
-    """Three digits, the least significant first."""
+    """Return whether ``written`` is ``answer``, as three digits, the least significant first."""
     digits = written[::-1]
     return len(digits) == 3 and digits.isascii() and digits.isdigit() and int(digits) == answer
 
 
 async def play(task, policy):
-    """One task, proposed and solved."""
+    """Let the proposer write a sum with the number of ``task``, and the solvers solve it; return their rewards."""
     if "prompt" in task:
         reply = await policy.chat(task["prompt"], agent="solver")
         return float(is_right(reply.message.content, task["answer"]))
@@ -37,8 +37,8 @@ async def play(task, policy):
     if len(second) != 2 or not second.isascii() or not second.isdigit():
         return headrace.Episode(agent_rewards={"proposer": 0.0})
     question, answer = f"{task['number']}+{second}=", task["number"] + int(second)
-    LATELY.append(second)
-    repeated = LATELY.count(second) / len(LATELY)
+    RECENT.append(second)
+    repeated = RECENT.count(second) / len(RECENT)
     names = [f"solver/{number}" for number in range(SOLVERS)]
     replies = await asyncio.gather(*(policy.chat(question, agent=name) for name in names))
     rewards = {

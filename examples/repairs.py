@@ -57,22 +57,23 @@ TEMPLATE = (
 )
 
 
-def program(wanted, repaired):
-    """Return a shell program whose lines do what is ``wanted``, or nothing yet."""
+def make_program(wanted, repaired):
+    """Return a shell program of one line for each kind in ``wanted``: it does what is wanted if it is ``repaired``, and
+    nothing otherwise."""
     lines = [f"n=$(({KINDS[kind][1] if repaired else 'n'})) # {kind}" for kind in wanted]
     return "\n".join(["#!/bin/bash", "n=$1", *lines, "echo $n", ""])
 
 
 def write_task(directory, wanted):
-    """Write the task of a program whose lines are to do what is ``wanted``."""
+    """Write the task to repair a program with the kinds of lines ``wanted`` into ``directory``."""
     files = {
         "task.toml": TOML,
         "instruction.md": f"{wanted[0]}\n",
         "environment/Dockerfile": DOCKERFILE,
-        "environment/program.sh": program(wanted, repaired=False),
+        "environment/program.sh": make_program(wanted, repaired=False),
         "environment/bin/fix": FIX,
         "tests/test.sh": TEST,
-        "tests/expected.sh": program(wanted, repaired=True),
+        "tests/expected.sh": make_program(wanted, repaired=True),
     }
     for name, text in files.items():
         path = directory / name
@@ -82,7 +83,8 @@ def write_task(directory, wanted):
 
 
 def write_model(directory):
-    """Write a model with random weights, whose tokenizer is one of bytes: the form of answers needs that."""
+    """Write a model with random weights into ``directory``. Its tokenizer is one of bytes, as the form of answers
+    needs."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     spec = TinySpec(vocab="".join(alphabet), hidden_size=64, num_layers=2, max_positions=128)
     make_tiny(directory, spec)
@@ -97,7 +99,7 @@ def write_model(directory):
 
 
 def main(directory):
-    """Write a model with random weights, tasks to train on, and held-out tasks."""
+    """Write a model with random weights, tasks to train on, and held-out tasks into ``directory``."""
     rng = random.Random(0)
     programs = [[a, b, c] for a in KINDS for b in KINDS for c in KINDS]
     rng.shuffle(programs)

@@ -16,13 +16,13 @@ class SecondTry(headrace.Env):
     """One object per episode: it may keep what it likes."""
 
     def reset(self, task):
-        """What the model reads first."""
+        """Begin an episode with the row ``task``, and return what the model reads first."""
         self.task = task
         self.num_tries = 0
         return task["prompt"]
 
     def step(self, message):
-        """Check an answer: three digits, the least significant first."""
+        """Check ``message``, an answer of three digits, the least significant first."""
         self.num_tries += 1
         written = message.content[::-1]
         right = len(written) == 3 and written.isdigit() and int(written) == self.task["answer"]

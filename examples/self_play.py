@@ -14,7 +14,8 @@ import headrace
 
 
 async def play(task, policy):
-    """One game; the rewards of the two add up to 0."""
+    """Play a game with the number of matches of ``task``, and return the rewards of the two players, which add up to
+    0."""
     seats = ["first", "second"]
     if "seat" in task:  # held out: the other seat is that of the frozen opponent
         seats[1 - task["seat"]] = "opponent"

@@ -46,17 +46,17 @@ def main() -> None:
         unknown = set(options.benchmarks) - set(paired.BENCHMARKS)
         if unknown:
             sys.exit(f"unknown benchmark {sorted(unknown)[0]!r}; there are {', '.join(paired.BENCHMARKS)}")
-        found = paired.measure(
+        report = paired.measure(
             _tell, python=options.python, package=options.package, rounds=options.rounds, seconds=options.seconds,
             benchmarks=tuple(options.benchmarks) or paired.BENCHMARKS,
         )  # fmt: skip
     else:
-        given = {"seed": options.seed} | ({"runs": options.runs} if options.runs else {})
+        arguments = {"seed": options.seed} | ({"runs": options.runs} if options.runs else {})
         if options.experiment == "faults":
-            given["rollouts"] = options.rollouts
-        found = EXPERIMENTS[options.experiment](_tell, **given)
-    print(msgspec.json.encode(found).decode() if options.json else format_report(found))
-    sys.exit(not all(target.holds for target in found.targets))
+            arguments["rollouts"] = options.rollouts
+        report = EXPERIMENTS[options.experiment](_tell, **arguments)
+    print(msgspec.json.encode(report).decode() if options.json else format_report(report))
+    sys.exit(not all(target.holds for target in report.targets))
 
 
 if __name__ == "__main__":

@@ -44,12 +44,16 @@ class Progress:
         self.activity = "asking the package index"
         """What pip is doing, for the heartbeat."""
         self._collected: set[str] = set()
+        """The names of the packages that pip has resolved."""
         self._named: set[str] = set()
+        """Name and version of the packages that have been printed."""
         self._silent = True
+        """True if nothing has been printed since the last heartbeat."""
         self._beats = 0
+        """The number of heartbeats so far."""
 
     def read(self, line: str) -> None:
-        """Process one line of pip's output."""
+        """Process ``line``, one line of pip's output."""
         words = line.split()
         if words[:1] == ["Collecting"]:
             self._collected.add(re.split(r"[^\w.-]", words[1])[0])
@@ -59,8 +63,8 @@ class Progress:
         elif words[:3] == ["Installing", "collected", "packages:"]:
             self.activity = f"unpacking {len(words) - 3} packages"
             self._print(f"  {self.activity}")
-        elif (found := _WHEEL.match(line.strip()) or _SOURCE.match(line.strip())) and ".whl.metadata" not in line:
-            self._package(found["name"], found["version"], line)
+        elif (match := _WHEEL.match(line.strip()) or _SOURCE.match(line.strip())) and ".whl.metadata" not in line:
+            self._package(match["name"], match["version"], line)
 
     def beat(self) -> None:
         """Print what pip is doing, if nothing has been printed since the last call."""
@@ -86,10 +90,10 @@ class Progress:
 @contextmanager
 def print_heartbeats(progress: Progress) -> Iterator[None]:
     """Print heartbeats of ``progress`` from a separate thread while the body runs."""
-    over = threading.Event()
+    done = threading.Event()
 
     def beat() -> None:
-        while not over.wait(HEARTBEAT_S):
+        while not done.wait(HEARTBEAT_S):
             progress.beat()
 
     thread = threading.Thread(target=beat)
@@ -97,7 +101,7 @@ def print_heartbeats(progress: Progress) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
@@ -106,31 +110,31 @@ def pip(*arguments: str, log: Path) -> int:
     command = [sys.executable, "-m", "pip", *arguments]
     progress = Progress()
     lines = []
-    with log.open("a", encoding="utf-8") as kept, print_heartbeats(progress):
-        kept.write(f"$ {' '.join(command)}\n")
+    with log.open("a", encoding="utf-8") as log_file, print_heartbeats(progress):
+        log_file.write(f"$ {' '.join(command)}\n")
         with subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                kept.write(line)
+                log_file.write(line)
                 lines.append(line)
                 progress.read(line)
     if process.returncode:
-        said = [line for line in lines if not line.startswith("Requirement already satisfied")]
-        print("".join(said[-60:]), file=sys.stderr)
+        lines = [line for line in lines if not line.startswith("Requirement already satisfied")]
+        print("".join(lines[-60:]), file=sys.stderr)
         print(f"pip failed with exit status {process.returncode}; its whole output is in {log}", file=sys.stderr)
     return process.returncode
 
 
 def pinned_version(name: str) -> str:
-    """Return the version of a package in the constraints file."""
+    """Return the version of the package ``name`` in the constraints file."""
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines()
     return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
 
 
 def installed_version(name: str) -> str:
-    """Return the version of a package in this environment; empty if it is not installed."""
+    """Return the version of the package ``name`` in this environment; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -147,7 +151,7 @@ def has_build(index: str, version: str) -> tuple[bool, str]:
     reason."""
     options = ["--index-url", index, "--retries", "0", "--timeout", "5", "--disable-pip-version-check"]
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-m", "pip", "index", "versions", "torch", *options],
             capture_output=True,
             text=True,
@@ -156,7 +160,7 @@ def has_build(index: str, version: str) -> tuple[bool, str]:
         )
     except subprocess.TimeoutExpired:
         return False, f"it did not answer within {PROBE_TIMEOUT_S:.0f} s"
-    available = re.findall(r"^Available versions: (.*)$", asked.stdout, re.MULTILINE)
+    available = re.findall(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
     if version in " ".join(available).split(", "):
         return True, ""
     if available:
@@ -165,7 +169,8 @@ def has_build(index: str, version: str) -> tuple[bool, str]:
 
 
 def install_torch(build: str, log: Path) -> int:
-    """Install the build of torch that ``build`` selects, unless it is the one that pip selects by itself."""
+    """Install the build of torch that ``build`` selects, unless it is the one that pip selects by itself. pip's output
+    is appended to ``log``, and its exit status is returned."""
     version = pinned_version("torch")
     if build == "default" or installed_version("torch").partition("+")[0] == version:
         return 0
@@ -208,7 +213,8 @@ def choose_extras(extras: list[str]) -> list[str]:
 
 
 def install_package(extras: list[str], log: Path) -> int:
-    """Install this package with extras, and for developers the one that is installed without its requirements."""
+    """Install this package with extras, and for developers the one that is installed without its requirements. pip's
+    output is appended to ``log``, and its exit status is returned."""
     options = ["--disable-pip-version-check", "--progress-bar", "off"]
     target = f".[{','.join(extras)}]" if extras else "."
     failed = pip("install", *options, "-c", str(CONSTRAINTS), "-e", target, log=log)

@@ -108,27 +108,31 @@ def methods() -> dict[str, dict[str, str]]:
 
     kinds = {name: kind for name, kind in vars(tinker).items() if name.endswith("Client")}
     order = [*ANSWERS, *sorted(kinds.keys() - ANSWERS.keys())]
-    return {name: dict(_methods_of(kinds[name])) for name in order if name in kinds}
+    return {name: dict(_list_methods(kinds[name])) for name in order if name in kinds}
 
 
-def _methods_of(kind: type) -> Iterator[tuple[str, str]]:
-    for name, found in vars(kind).items():
-        own = not name.startswith("_") and not name.endswith("_async")
-        if own and not isinstance(found, property):
-            function = found.__func__ if isinstance(found, staticmethod | classmethod) else found
-            given = [each for each in inspect.signature(function).parameters if each not in ("self", "cls", "holder")]
-            yield name, ", ".join(given)
+def _list_methods(kind: type) -> Iterator[tuple[str, str]]:
+    for method, member in vars(kind).items():
+        is_public = not method.startswith("_") and not method.endswith("_async")
+        if is_public and not isinstance(member, property):
+            function = member.__func__ if isinstance(member, staticmethod | classmethod) else member
+            parameters = [
+                name for name in inspect.signature(function).parameters if name not in ("self", "cls", "holder")
+            ]
+            yield method, ", ".join(parameters)
 
 
 def table() -> str:
     """Return the table. Raises :class:`SystemExit`, which names them, for methods without an answer and answers
     without a method."""
-    found, lines = methods(), ["| method | arguments | |", "|---|---|---|"]
-    given, answered = ({(kind, name) for kind in each for name in each[kind]} for each in (found, ANSWERS))
+    methods_by_class, lines = methods(), ["| method | arguments | |", "|---|---|---|"]
+    given, answered = (
+        {(kind, name) for kind in table for name in table[kind]} for table in (methods_by_class, ANSWERS)
+    )
     if given != answered:
-        missing, gone = (sorted(map(".".join, each)) for each in (given - answered, answered - given))
+        missing, gone = (sorted(map(".".join, names)) for names in (given - answered, answered - given))
         raise SystemExit(f"methods without an answer: {missing}; answers without a method: {gone}; mend {__file__}")
-    for kind, own in found.items():
+    for kind, own in methods_by_class.items():
         for name, arguments in own.items():
             lines.append(f"| `{kind}.{name}` | {f'`{arguments}`' if arguments else ''} | {ANSWERS[kind][name]} |")
     return "\n".join(lines)

@@ -33,9 +33,9 @@ def _load_functions(directory: Path) -> Any:
 
 @torch.no_grad()
 def measure_accuracy(model: Any, tokenizer: Any, held_out: Path, new_tokens: int = 4) -> float:
-    """Return the fraction of the rows in the file ``held_out`` that ``model`` answers correctly, from 0 to 1. One
-    answer of at most ``new_tokens`` tokens is sampled for each row at temperature 1, always with the same seed. The
-    state of torch's random generator is not changed."""
+    """Return the fraction of the rows in the file ``held_out`` that ``model``, with its ``tokenizer``, answers
+    correctly, from 0 to 1. One answer of at most ``new_tokens`` tokens is sampled for each row at temperature 1, always
+    with the same seed. The state of torch's random generator is not changed."""
     check = _load_check(held_out.parent)
     rows = [json.loads(line) for line in held_out.read_text().splitlines()]
     inputs = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True, padding_side="left")

@@ -33,7 +33,7 @@ from headrace.wings.bench.base import at_least, at_most, make_report
 
 HERE = Path(__file__).parent
 SIDES = ("headrace", "trl")
-LOOK_S = 2.0
+MEMORY_INTERVAL_S = 2.0
 """The seconds between two measurements of the memory. A measurement takes 20 ms of processor time for each large
 process, so four measurements per second would take a tenth of this machine from the side with more processes."""
 LIMIT_S = 3600.0
@@ -51,8 +51,8 @@ def as_json(name: str, rows: list[Any], targets: list[Any]) -> str:
     ``name``."""
     report = make_report(rows, targets)
     versions = {**report.versions, "trl": version("trl")}
-    found = {"machine": report.machine, "versions": versions, name: rows, "targets": targets}
-    return json.dumps(msgspec.to_builtins(found), indent=1)
+    figures = {"machine": report.machine, "versions": versions, name: rows, "targets": targets}
+    return json.dumps(msgspec.to_builtins(figures), indent=1)
 
 
 def main() -> None:
@@ -106,33 +106,33 @@ def measure_run(side: str, settings: dict[str, Any], task: Task) -> dict[str, An
     start_s = clock.now()
     command = [sys.executable, str(HERE / f"side_{side}.py"), json.dumps(settings)]
     peak_bytes = 0
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
-        process = subprocess.Popen(command, stdout=said, stderr=complained, cwd=HERE)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors, cwd=HERE)
         while process.poll() is None:
             peak_bytes = max(peak_bytes, memory_bytes(process.pid))
             if clock.now() - start_s > LIMIT_S:
                 process.kill()
             try:
-                process.wait(LOOK_S)
+                process.wait(MEMORY_INTERVAL_S)
             except subprocess.TimeoutExpired:
                 continue
-        said.seek(0)
-        complained.seek(0)
+        output.seek(0)
+        errors.seek(0)
         if process.returncode:
-            raise SystemExit(f"{side} ended with {process.returncode}:\n{complained.read()[-4000:]}")
-        found = json.loads(said.read().splitlines()[-1])
-    found |= {"wall_s": clock.now() - start_s, "memory_mb": peak_bytes / 2**20}
-    seconds = found["ends"][-1] - found["ends"][SKIPPED - 1]
-    found["tok_s"] = sum(found["tokens"][SKIPPED:]) / seconds
+            raise SystemExit(f"{side} ended with {process.returncode}:\n{errors.read()[-4000:]}")
+        figures = json.loads(output.read().splitlines()[-1])
+    figures |= {"wall_s": clock.now() - start_s, "memory_mb": peak_bytes / 2**20}
+    seconds = figures["ends"][-1] - figures["ends"][SKIPPED - 1]
+    figures["tok_s"] = sum(figures["tokens"][SKIPPED:]) / seconds
     if side == "headrace" and task.every:
-        found["curve"] = accuracy_curve(settings, found["ends"])
-    found["goal_s"] = next((at_s for at_s, right in found["curve"] if right >= GOAL), None)
-    return found
+        figures["curve"] = accuracy_curve(settings, figures["ends"])
+    figures["goal_s"] = next((at_s for at_s, right in figures["curve"] if right >= GOAL), None)
+    return figures
 
 
 def accuracy_curve(settings: dict[str, Any], ends: list[float]) -> list[tuple[float, float]]:
     """Return the learning curve of a run of Headrace: for each snapshot the time at which its step ended, in seconds,
-    and the held-out accuracy. ``ends`` has the end of each step."""
+    and the held-out accuracy. ``ends`` has the end of each step, and ``settings`` the directories of the run."""
     import torch
     from accuracy import measure_accuracy
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -155,9 +155,9 @@ def memory_bytes(pid: int) -> int:
         family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess:
         return 0
-    for each in family:
+    for process in family:
         try:
-            total += each.memory_full_info().pss
+            total += process.memory_full_info().pss
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return total
@@ -181,9 +181,9 @@ def make_targets(name: str, pairs: list[dict[str, Any]]) -> list[Any]:
     return targets
 
 
-def without_columns(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a run that are single numbers, without those that have a value for each step."""
-    return {key: value for key, value in found.items() if key not in ("ends", "tokens", "curve")}
+def without_columns(figures: dict[str, Any]) -> dict[str, Any]:
+    """Return those of the ``figures`` of a run that are single numbers, without those with a value for each step."""
+    return {key: value for key, value in figures.items() if key not in ("ends", "tokens", "curve")}
 
 
 if __name__ == "__main__":

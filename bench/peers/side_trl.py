@@ -24,13 +24,13 @@ def batch_reward(reward: Any) -> Any:
         import asyncio
 
         async def score_concurrently(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-            calls = (reward(text, given) for text, given in zip(completions, answer, strict=True))
+            calls = (reward(text, expected) for text, expected in zip(completions, answer, strict=True))
             return list(await asyncio.gather(*calls))
 
         return score_concurrently
 
     def score_in_turn(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-        return [reward(text, given) for text, given in zip(completions, answer, strict=True)]
+        return [reward(text, expected) for text, expected in zip(completions, answer, strict=True)]
 
     return score_in_turn
 
@@ -42,9 +42,9 @@ class CountingTrainer(GRPOTrainer):
     """The number of tokens of each generation."""
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._generate_single_turn(*args, **kwargs)
-        self.tokens.append(sum(len(ids) for ids in made[0]))
-        return made
+        generation = super()._generate_single_turn(*args, **kwargs)
+        self.tokens.append(sum(len(ids) for ids in generation[0]))
+        return generation
 
 
 class StepTimer(TrainerCallback):
@@ -52,10 +52,15 @@ class StepTimer(TrainerCallback):
     measurements is not counted."""
 
     def __init__(self, every: int, held_out: Path, tokenizer: Any) -> None:
+        """Create the callback, which measures the accuracy on the rows in the file ``held_out`` with ``tokenizer``
+        after ``every`` steps; 0: never."""
         self.every, self.held_out, self.tokenizer = every, held_out, tokenizer
         self.ends: list[float] = []
+        """The time at which each step ended, in seconds."""
         self.curve: list[tuple[float, float]] = []
+        """The time and the accuracy of each measurement."""
         self.measuring_s = 0.0
+        """The time of all measurements of the accuracy so far."""
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.start = time.perf_counter()

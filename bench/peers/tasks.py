@@ -60,7 +60,8 @@ def build_demo_task(directory: Path, seed: int) -> Task:
 
 
 def build_slow_task(directory: Path, seed: int) -> Task:
-    """Build the demo with a slow async reward in ``directory``, and return the task ``slow``."""
+    """Build the demo with a slow async reward in ``directory``, with a model initialised from ``seed``, and return the
+    task ``slow``."""
     build_demo(directory, seed=seed)
     fast = (directory / "reward.py").read_text().replace("def reward(", "def right(")
     (directory / "reward.py").write_text(fast + SLOW)
@@ -89,8 +90,8 @@ def reward(completion: str, answer: int) -> float:
 
 
 def build_long_task(directory: Path, seed: int) -> Task:
-    """Build a model with 28M parameters and random prompts in ``directory``, and return the task ``long``. It measures
-    only the speed; there is nothing to learn."""
+    """Build a model with 28M parameters and random prompts in ``directory``, both drawn from ``seed``, and return the
+    task ``long``. It measures only the speed; there is nothing to learn."""
     directory.mkdir(parents=True)
     letters = "".join(chr(code) for code in range(0x20, 0x7F))
     more = "".join(chr(code) for code in range(0xC0, 0xC0 + 18))

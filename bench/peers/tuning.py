@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from compare import LOOK_S, SKIPPED, as_json, memory_bytes
+from compare import MEMORY_INTERVAL_S, SKIPPED, as_json, memory_bytes
 
 from headrace.wings.bench.base import at_least, at_most
 
@@ -54,8 +54,8 @@ def write_task(directory: Path, num_rows: int) -> None:
 
 
 def train_with_headrace(directory: Path, threads: int) -> list[tuple[float, int]]:
-    """Train on the rows in ``directory`` with Headrace. Return for each step the time at which it ended, in seconds,
-    and its number of tokens."""
+    """Train on the rows in ``directory`` with Headrace, on ``threads`` threads. Return for each step the time at which
+    it ended, in seconds, and its number of tokens."""
     from headrace.wings.supervised.session import sft
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -69,8 +69,8 @@ def train_with_headrace(directory: Path, threads: int) -> list[tuple[float, int]
 
 
 def train_with_trl(directory: Path, threads: int) -> list[tuple[float, int]]:
-    """Train on the rows in ``directory`` with TRL, where a step is one pack. Return for each step the time at which it
-    ended, in seconds, and its number of tokens."""
+    """Train on the rows in ``directory`` with TRL, on ``threads`` threads. A step is one pack. Return for each step the
+    time at which it ended, in seconds, and its number of tokens."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -106,24 +106,24 @@ def train_with_trl(directory: Path, threads: int) -> list[tuple[float, int]]:
 
 
 def measure_run(side: str, directory: Path, threads: int) -> dict[str, float]:
-    """Train once on all rows with ``side`` (``headrace`` or ``trl``) in a new process, and return its tokens per
-    second, tokens, steps and peak memory in MiB. Raises ``SystemExit`` with the end of its standard error if the
-    process fails."""
+    """Train once on all rows in ``directory``, on ``threads`` threads, with ``side`` (``headrace`` or ``trl``) in a new
+    process, and return its tokens per second, tokens, steps and peak memory in MiB. Raises ``SystemExit`` with the end
+    of its standard error if the process fails."""
     command = [sys.executable, __file__, "--side", side, "--directory", str(directory), "--threads", str(threads)]
     peak_bytes = 0
-    with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
-        process = subprocess.Popen(command, stdout=said, stderr=complained)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=output, stderr=errors)
         while process.poll() is None:
             peak_bytes = max(peak_bytes, memory_bytes(process.pid))
             try:
-                process.wait(LOOK_S)
+                process.wait(MEMORY_INTERVAL_S)
             except subprocess.TimeoutExpired:
                 continue
-        for words in (said, complained):
-            words.seek(0)
+        for stream in (output, errors):
+            stream.seek(0)
         if process.returncode:
-            raise SystemExit(f"{side} ended with {process.returncode}:\n{complained.read()[-4000:]}")
-        steps = json.loads(said.read().splitlines()[-1])
+            raise SystemExit(f"{side} ended with {process.returncode}:\n{errors.read()[-4000:]}")
+        steps = json.loads(output.read().splitlines()[-1])
     seconds = steps[-1][0] - steps[SKIPPED - 1][0]
     tokens = sum(count for _, count in steps[SKIPPED:])
     return {"tok_s": tokens / seconds, "tokens": tokens, "steps": len(steps), "memory_mb": peak_bytes / 2**20}

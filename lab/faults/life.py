@@ -25,7 +25,7 @@ from headrace.launch.leases import sweep
 from headrace.wings.bench.program import run_training
 
 Part = Literal["controller", "engine", "learner", "scorer", "environment", "rollout"]
-LIFE_MAY_TAKE_S = 300.0
+MAX_LIFE_S = 300.0
 """Longest duration of one life, on the slowest machine."""
 HUNG = 124
 """Exit code recorded for a life that did not end by itself."""
@@ -86,32 +86,33 @@ class Life:
 
 
 async def run_life(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *, resume: bool) -> Life:
-    """Run one life of the run in ``run_dir``, with a kill at ``moment``."""
+    """Run one life of the run in ``run_dir``: ``headrace train`` with ``arguments``, with ``resume`` as a continuation
+    of an earlier life. A process is killed at ``moment`` (``None``: no process is killed)."""
     clock = RealClock()
     began_s = clock.now()
     async with run_training(arguments, resume=resume) as program:
         life = Life(pid=program.pid, is_resumed=resume)
         watch = _Watch(program=program, run_dir=run_dir, life=life, began_s=began_s)
         try:
-            async with asyncio.timeout(LIFE_MAY_TAKE_S), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(MAX_LIFE_S), asyncio.TaskGroup() as group:
                 group.create_task(watch.read())
-                words = group.create_task(_all(program.stderr))
+                errors = group.create_task(_read_all(program.stderr))
                 killed_s = await watch.kill(moment) if moment is not None else None
                 life.exit_code = await program.wait()
         except TimeoutError:
             life.exit_code, life.stderr = (
                 HUNG,
-                f"not over after {LIFE_MAY_TAKE_S:g} s; its last line: {life.stdout_lines[-1:]}",
+                f"not over after {MAX_LIFE_S:g} s; its last line: {life.stdout_lines[-1:]}",
             )
             return life
-        life.stderr = words.result()
+        life.stderr = errors.result()
         now_s = clock.now()
         life.seconds = now_s - began_s
         if killed_s is not None and moment is not None:
             life.kill = moment
             if moment.part in ("engine", "learner", "rollout") and life.exit_code:
                 life.message_s = now_s - killed_s
-            await _until_gone(life, now_s if killed_s is None else killed_s)
+            await _wait_until_gone(life, now_s if killed_s is None else killed_s)
         return life
 
 
@@ -123,6 +124,7 @@ class _Watch:
     run_dir: Path
     life: Life
     began_s: float
+    """Time at which the program was started."""
 
     async def read(self) -> None:
         assert self.program.stdout is not None
@@ -132,7 +134,8 @@ class _Watch:
             self.life.stdout_lines.append(line.decode())
 
     async def kill(self, moment: Moment) -> float | None:
-        """Perform the kill and return its time; ``None`` if the program, or the process to kill, had ended before."""
+        """Kill the process at ``moment`` and return the time of the kill; ``None`` if the program, or the process to
+        kill, had ended before."""
         while self.program.returncode is None:
             if self._has_come(moment):
                 await asyncio.sleep(moment.delay_s)
@@ -143,7 +146,7 @@ class _Watch:
     async def _kill_when_present(self, part: Part) -> float | None:
         """Kill the process of ``part`` as soon as it exists."""
         while self.program.returncode is None:
-            pid = self.program.pid if part == "controller" else _pid_of(self.program.pid, part)
+            pid = self.program.pid if part == "controller" else _find_pid(self.program.pid, part)
             if pid is not None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -159,7 +162,7 @@ class _Watch:
         return any((self.run_dir / "checkpoints").glob(f"step-{moment.step:06d}*"))
 
 
-def _pid_of(controller: int, role: Part) -> int | None:
+def _find_pid(controller: int, role: Part) -> int | None:
     """Return the process id of a part once it runs its own program: a fork first looks like its parent."""
     with suppress(psutil.Error):
         for child in psutil.Process(controller).children(recursive=True):  # some are forks of a fork
@@ -177,7 +180,7 @@ def _command_line(process: psutil.Process) -> list[str]:
         return []
 
 
-async def _until_gone(life: Life, since_s: float) -> None:
+async def _wait_until_gone(life: Life, since_s: float) -> None:
     """Wait until every process of the life has ended, and record those that have not."""
     clock = RealClock()
     while left := _processes(life.pid):
@@ -191,15 +194,15 @@ async def _until_gone(life: Life, since_s: float) -> None:
 
 def _processes(controller: int) -> list[str]:
     """Return the command lines of the running children of a controller."""
-    started = (" ".join(_command_line(process)) for process in psutil.process_iter())
-    return [words for words in started if f"headrace-{controller}-" in words]
+    commands = (" ".join(_command_line(process)) for process in psutil.process_iter())
+    return [command for command in commands if f"headrace-{controller}-" in command]
 
 
 def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
-    """Return what the lives of a finished run left behind: processes, buffers, directories, unfinished files. If the
-    last life was killed after it had reported its end, its leftovers are removed first, as the start of any other run
-    would."""
-    left = [words for life in lives for words in (*life.leftovers, *_processes(life.pid))]
+    """Return what the lives of a finished run in ``run_dir`` left behind: processes, buffers, directories, unfinished
+    files. If the last life was killed after it had reported its end, its leftovers are removed first, as the start of
+    any other run would."""
+    left = [command for life in lives for command in (*life.leftovers, *_processes(life.pid))]
     roots = {shared_memory_root(), Path(tempfile.gettempdir())}
     if lives[-1].kill is not None:
         for root in roots:
@@ -209,6 +212,6 @@ def leftovers(lives: Sequence[Life], run_dir: Path) -> list[str]:
     return left
 
 
-async def _all(stream: asyncio.StreamReader | None) -> str:
+async def _read_all(stream: asyncio.StreamReader | None) -> str:
     assert stream is not None
     return (await stream.read()).decode()

@@ -63,7 +63,8 @@ class Variant:
     """Number of times a dead engine is restarted."""
 
     @classmethod
-    def of(cls, seed: int) -> Variant:
+    def from_seed(cls, seed: int) -> Variant:
+        """Return the variant of the trial with this ``seed``."""
         return cls(max_age=0 if seed % 2 == 0 else 2, restarts=0 if seed % 4 < 2 else 2)
 
 
@@ -89,10 +90,11 @@ class TrialSetup:
 
     @property
     def parts(self) -> list[Part]:
-        """Return the kinds of processes that the runs have."""
+        """The kinds of processes that the runs have."""
         return [part for part in get_args(Part) if part != "rollout" or self.rollouts]
 
     def settings(self, run_dir: Path, variant: Variant) -> list[str]:
+        """Return the settings of a run in ``run_dir`` for this ``variant``, as overrides ``section.key=value``."""
         return [
             *SETTINGS,
             f"env.entry={self.sources / 'user_code.py'}:rollout",
@@ -118,20 +120,21 @@ class Trial:
 
 def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0, rollouts: int = 0) -> Report:
     """Run ``runs`` trials with the seeds from ``seed`` on, with ``rollouts`` rollout shards. The run without kills has
-    none: its weights are those of any number of shards."""
+    none: its weights are those of any number of shards. ``on_progress`` is called with lines of progress."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
         sources = stack.enter_context(as_file(files("headrace.wings.bench")))
         setup = replace(_run_without_kills(directory, sources, on_progress), rollouts=rollouts)
         rows = []
-        for each in range(seed, seed + runs):
-            rows.append(_trial(setup, each))
-            on_progress(_in_words(rows[-1]))
+        for trial_seed in range(seed, seed + runs):
+            rows.append(_measure_trial(setup, trial_seed))
+            on_progress(_describe(rows[-1]))
     return make_report([_totals(rows), *rows], _targets(rows))
 
 
 def _run_without_kills(directory: Path, sources: Path, on_progress: Callable[[str], None]) -> TrialSetup:
-    """Create the demo, and run it synchronously without kills."""
+    """Create the demo in ``directory``, run it synchronously without kills, and return what the trials need.
+    ``sources`` is the directory of the reward, and ``on_progress`` is called with lines of progress."""
     on_progress("the demo's model")
     demo = build_demo(directory / "demo", seed=0)
     run_dir = directory / "undisturbed"
@@ -153,24 +156,25 @@ def _arguments(setup: TrialSetup, run_dir: Path, variant: Variant) -> list[str]:
 
 
 def draw_moment(setup: TrialSetup, rng: np.random.Generator) -> Moment:
-    """Draw a process and a moment to kill it."""
+    """Draw a process of ``setup`` and a moment to kill it, with ``rng``."""
     part = setup.parts[rng.integers(len(setup.parts))]
-    sort = rng.random()
-    if sort < START_FRAC:
+    draw = rng.random()
+    if draw < START_FRAC:
         return Moment(part=part, phase="start", delay_s=rng.uniform(0.0, setup.start_s))
-    if sort < START_FRAC + SNAPSHOT_FRAC:
+    if draw < START_FRAC + SNAPSHOT_FRAC:
         step = SAVE_EVERY * int(rng.integers(1, STEPS // SAVE_EVERY + 1))
         return Moment(part=part, phase="snapshot", step=step, delay_s=rng.uniform(0.0, SNAPSHOT_S))
     step = int(rng.integers(1, STEPS + 1))
     return Moment(part=part, phase="step", step=step, delay_s=rng.uniform(0.0, setup.step_s))
 
 
-def _trial(setup: TrialSetup, seed: int) -> Row:
-    """Run one trial with at least one kill, and return its row."""
+def _measure_trial(setup: TrialSetup, seed: int) -> Row:
+    """Run the trial with this ``seed``, with at least one kill, and return its row. ``setup`` is the same for all
+    trials."""
     clock = RealClock()
     start_s = clock.now()
     rng = np.random.default_rng(seed)
-    variant = Variant.of(seed)
+    variant = Variant.from_seed(seed)
     run_dir = setup.directory / f"run-{seed}"
     while True:
         moments = [draw_moment(setup, rng) for _ in range(2 if rng.random() < SECOND_FRAC else 1)]
@@ -179,15 +183,19 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
             break
         shutil.rmtree(run_dir)  # the run finished before the first kill
     config = load_config(setup.run_file, setup.settings(run_dir, variant))
-    ended = trial.lives[-1].exit_code == 0 or _finished(run_dir)
-    verdict = judge(run_dir, config, trial.snapshots) if ended else Verdict.unfinished(config)
-    wrong = _wrong(verdict, trial, variant)
-    if ended and variant.max_age == 0 and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights):
+    is_finished = trial.lives[-1].exit_code == 0 or _is_finished(run_dir)
+    verdict = judge(run_dir, config, trial.snapshots) if is_finished else Verdict.unfinished(config)
+    wrong = _find_errors(verdict, trial, variant)
+    if (
+        is_finished
+        and variant.max_age == 0
+        and not same_weights(run_dir / CHECKPOINTS / setup.weights.name, setup.weights)
+    ):
         wrong.append("other weights than the undisturbed run")
     if not wrong:
         shutil.rmtree(run_dir)
-    told = [life.message_s for life in trial.lives if life.message_s is not None]
-    gone = [life.cleanup_s for life in trial.lives if life.cleanup_s is not None]
+    message_times_s = [life.message_s for life in trial.lives if life.message_s is not None]
+    cleanup_times_s = [life.cleanup_s for life in trial.lives if life.cleanup_s is not None]
     return {
         "what": f"seed {seed}",
         "seed": seed,
@@ -196,8 +204,8 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
         "at_step": [life.num_steps for life in trial.lives if life.kill],
         "lives": len(trial.lives),
         **asdict(verdict),
-        "told_s": max(told, default=None),
-        "gone_s": max(gone, default=None),
+        "told_s": max(message_times_s, default=None),
+        "gone_s": max(cleanup_times_s, default=None),
         "unrecorded": max(trial.unrecorded_tokens, default=None),
         "left": leftovers(trial.lives, run_dir),
         "wrong": wrong,
@@ -206,7 +214,8 @@ def _trial(setup: TrialSetup, seed: int) -> Row:
 
 
 async def _run_trial(setup: TrialSetup, run_dir: Path, variant: Variant, moments: Sequence[Moment]) -> Trial:
-    """Start, kill and resume the program until it ends by itself."""
+    """Start, kill and resume the program, with the settings of ``setup`` and ``variant`` in ``run_dir``, until it ends
+    by itself. The lives have kills at ``moments``."""
     trial = Trial(lives=[], snapshots=[], unrecorded_tokens=[], run_dir=run_dir)
     arguments = _arguments(setup, run_dir, variant)
     pending = list(moments)
@@ -214,7 +223,7 @@ async def _run_trial(setup: TrialSetup, run_dir: Path, variant: Variant, moments
         resume = has_ledger(run_dir)
         life = await run_life(arguments, run_dir, pending.pop(0) if pending else None, resume=resume)
         trial.lives.append(life)
-        if life.exit_code in (0, HUNG) or life.kill is None or _finished(run_dir):
+        if life.exit_code in (0, HUNG) or life.kill is None or _is_finished(run_dir):
             break
         if has_ledger(run_dir):
             trial.snapshots.append(take_snapshot(run_dir, setup.directory / "snapshot"))
@@ -223,7 +232,7 @@ async def _run_trial(setup: TrialSetup, run_dir: Path, variant: Variant, moments
     return trial
 
 
-def _finished(run_dir: Path) -> bool:
+def _is_finished(run_dir: Path) -> bool:
     """Return whether the last life had reported its end before it was killed, so that there is nothing to resume."""
     summary = read_summary(run_dir)
     return summary is not None and summary["status"] == "finished"
@@ -236,32 +245,33 @@ def _count_unrecorded(trial: Trial) -> None:
     *_, earlier, now = [LedgerSnapshot(), LedgerSnapshot(), *trial.snapshots]
     if summary is None or not now.num_running:
         return
-    lacking = summary["tokens_generated"] - (now.tokens - earlier.tokens)
-    trial.unrecorded_tokens.append(max(0, lacking) / now.num_running)
+    missing = summary["tokens_generated"] - (now.tokens - earlier.tokens)
+    trial.unrecorded_tokens.append(max(0, missing) / now.num_running)
 
 
-def _wrong(verdict: Verdict, trial: Trial, variant: Variant) -> list[str]:
-    """Return a description of everything that went wrong."""
+def _find_errors(verdict: Verdict, trial: Trial, variant: Variant) -> list[str]:
+    """Return a description of everything that went wrong in ``trial``, of which ``verdict`` is the result and
+    ``variant`` has the settings."""
     figures = asdict(verdict)
     wrong = [
         f"{key}: {figures[key]}"
         for key in ("lost", "twice", "unbalanced", "broken", "differ", "too_old")
         if figures[key]
     ]
-    wrong += ["the books did not balance after a kill"] * sum(not each.is_balanced for each in trial.snapshots)
+    wrong += ["the books did not balance after a kill"] * sum(not snapshot.is_balanced for snapshot in trial.snapshots)
     wrong += [f"dropped: {verdict.dropped}"] * bool(verdict.dropped)
     for life in trial.lives:
-        wrong += _wrong_end(life, variant)
+        wrong += _find_wrong_end(life, variant)
     last = trial.lives[-1]
-    if last.exit_code and not _finished(trial.run_dir):
+    if last.exit_code and not _is_finished(trial.run_dir):
         wrong.append(f"it did not end: exit code {last.exit_code}: {last.stderr.strip()}")
     if any("other weights than before the restart" in line for life in trial.lives for line in life.stdout_lines):
         wrong.append("a version was made again with other weights")
     return wrong
 
 
-def _wrong_end(life: Life, variant: Variant) -> list[str]:
-    """Return how the end of a life differs from the expected one."""
+def _find_wrong_end(life: Life, variant: Variant) -> list[str]:
+    """Return how the end of ``life`` differs from the end that is expected with the settings of ``variant``."""
     part = None if life.kill is None else life.kill.part
     if "Traceback" in life.stderr:
         return [f"a traceback: {life.stderr.strip()}"]
@@ -272,8 +282,8 @@ def _wrong_end(life: Life, variant: Variant) -> list[str]:
         return [f"the death of the {part} did not heal: {life.stderr.strip()}"]
     if part in ("engine", "learner", "rollout") and life.exit_code:
         name = "rollout-" if part == "rollout" else f"{part} (pid"
-        said = f"error: {name}" in life.stderr and "was killed by SIGKILL" in life.stderr
-        if life.exit_code != 1 or not said or "remedy: " not in life.stderr:
+        is_reported = f"error: {name}" in life.stderr and "was killed by SIGKILL" in life.stderr
+        if life.exit_code != 1 or not is_reported or "remedy: " not in life.stderr:
             return [f"the death of the {part} is told as: exit code {life.exit_code}: {life.stderr.strip()}"]
     return []
 
@@ -300,10 +310,14 @@ def _median(rows: Sequence[Row], key: str) -> float | None:
 
 
 def _targets(rows: Sequence[Row]) -> list[Target]:
+    """Return the targets of the experiment for the ``rows`` of all trials."""
+
     def total(key: str) -> float:
+        """Return the sum of the figure ``key`` over all trials."""
         return float(sum(row[key] for row in rows))
 
     def worst(key: str) -> float:
+        """Return the largest figure ``key`` of all trials; 0 if no trial has it."""
         return max((row[key] for row in rows if row[key] is not None), default=0.0)
 
     return [
@@ -320,7 +334,7 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
     ]
 
 
-def _in_words(row: Row) -> str:
+def _describe(row: Row) -> str:
     verdict = "; ".join(row["wrong"]) or "all accounted for"
     variant = f"max_age={row['max_age']}, restarts={row['restarts']}"
     return f"{row['what']}, {variant}: {', '.join(row['killed'])}: {verdict} ({row['wall_s']:.0f} s)"

@@ -62,7 +62,7 @@ def take_snapshot(run_dir: Path, scratch: Path) -> LedgerSnapshot:
         tokens=conservation.tokens.submitted,
         num_running=sum(size - len(group.episodes) for group in unended),
         partial_turns={(part.key, part.turn): part.tokens for group in unended for part in group.partial_turns},
-        finished_answers=answers_of(episode for group in groups for episode in group.episodes),
+        finished_answers=collect_answers(episode for group in groups for episode in group.episodes),
     )
 
 
@@ -89,7 +89,7 @@ class Verdict:
 
     @classmethod
     def unfinished(cls, config: RunConfig) -> Verdict:
-        """Return the verdict of a run that never finished."""
+        """Return the verdict of a run with ``config`` that never finished."""
         lost, versions = config.run.steps * config.flow.groups_per_step, config.run.steps + 1
         return cls(
             lost=lost, twice=0, unbalanced=0, broken=0, differ=versions, too_old=0, continued=0, dropped={}
@@ -97,14 +97,15 @@ class Verdict:
 
 
 def judge(run_dir: Path, config: RunConfig, before: Sequence[LedgerSnapshot]) -> Verdict:
-    """Return the verdict of the finished run in ``run_dir``; ``before`` holds the ledger's content after each kill."""
+    """Return the verdict of the finished run in ``run_dir`` with ``config``; ``before`` holds the ledger's content
+    after each kill."""
     needed = config.run.steps * config.flow.groups_per_step
     with closing(open_ledger(run_dir)) as ledger:
         conservation, steps = ledger.conservation(), ledger.steps()
         numbers = [number for step in steps.values() for number in step]
         attempts = ledger.attempts(0)
         unclosed = sum(not attempt.closed for attempt in attempts)
-        everything = answers_of(episode for attempt in attempts for episode in ledger.episodes(attempt.number))
+        everything = collect_answers(episode for attempt in attempts for episode in ledger.episodes(attempt.number))
         agree = _versions_that_agree(run_dir, ledger)
         too_old = sum(tokens for age, tokens in ledger.ages().items() if age > config.flow.largest_age)
     units = (conservation.groups, conservation.episodes, conservation.tokens)
@@ -112,10 +113,10 @@ def judge(run_dir: Path, config: RunConfig, before: Sequence[LedgerSnapshot]) ->
         lost=needed - len(set(numbers)) + unclosed + conservation.groups.in_flight,
         twice=len(numbers) - len(set(numbers)),
         unbalanced=sum(fates.balance != 0 or fates.in_flight != 0 for fates in units),
-        broken=sum(_broken(everything, each) for each in before),
+        broken=sum(_count_broken(everything, snapshot) for snapshot in before),
         differ=config.run.steps + 1 - agree,
         too_old=too_old,
-        continued=sum(len(each.partial_turns) for each in before),
+        continued=sum(len(snapshot.partial_turns) for snapshot in before),
         dropped=dict(conservation.groups.dropped),
     )
 
@@ -127,34 +128,37 @@ def _versions_that_agree(run_dir: Path, ledger: Ledger) -> int:
         return 0
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Return whether two snapshots hold the same weights and moments, bit for bit."""
-    moments = [load_file(directory / "optimizer.safetensors") for directory in (one, other)]
+def same_weights(first: Path, second: Path) -> bool:
+    """Return whether the snapshots in ``first`` and ``second`` hold the same weights and moments, bit for bit."""
+    moments = [load_file(directory / "optimizer.safetensors") for directory in (first, second)]
     for tensors in moments:
         tensors.pop("random_state.cpu")  # differs by process, and no step draws from it
     return (
-        (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+        (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
         and moments[0].keys() == moments[1].keys()
         and all(np.array_equal(tensor, moments[1][name]) for name, tensor in moments[0].items())
     )
 
 
-def answers_of(episodes: Iterable[EpisodeGraph]) -> Answers:
+def collect_answers(episodes: Iterable[EpisodeGraph]) -> Answers:
     """Return the sampled tokens of ``episodes``."""
-    found: Answers = {}
+    answers: Answers = {}
     for episode in episodes:
         sampled = [turn for turn in episode.turns if turn.author == "policy"]
-        found |= {(episode.key, number): turn.tokens for number, turn in enumerate(sampled)}
-    return found
+        answers |= {(episode.key, number): turn.tokens for number, turn in enumerate(sampled)}
+    return answers
 
 
-def _broken(everything: Answers, before: LedgerSnapshot) -> int:
-    """Return the number of answers of which something recorded before a kill is missing or different."""
-    none = Tokens.observed([])
-    changed = sum(not _starts_with(everything.get(at, none), tokens) for at, tokens in before.partial_turns.items())
+def _count_broken(everything: Answers, before: LedgerSnapshot) -> int:
+    """Return the number of answers in ``everything`` of which something recorded before a kill is missing or
+    different."""
+    missing = Tokens.observed([])
+    changed = sum(
+        not _starts_with(everything.get(key, missing), tokens) for key, tokens in before.partial_turns.items()
+    )
     return changed + sum(
-        len(everything.get(at, none)) != len(tokens) or not _starts_with(everything[at], tokens)
-        for at, tokens in before.finished_answers.items()
+        len(everything.get(key, missing)) != len(tokens) or not _starts_with(everything[key], tokens)
+        for key, tokens in before.finished_answers.items()
     )
 
 

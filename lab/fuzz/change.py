@@ -22,7 +22,7 @@ Change = Callable[[random.Random, bytearray, bytes], None]
 
 
 def mutate(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Return ``data`` after one to four mutations, which may insert parts of ``others``."""
+    """Return ``data`` after one to four mutations, drawn with ``rng``, which may insert parts of ``others``."""
     mutated = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         rng.choice(_CHANGES)(rng, mutated, rng.choice(others))
@@ -49,13 +49,13 @@ def _drop(rng: random.Random, data: bytearray, _: bytes) -> None:
 
 
 def _insert(rng: random.Random, data: bytearray, _: bytes) -> None:
-    place = rng.randrange(len(data) + 1)
-    data[place:place] = rng.randbytes(rng.choice((1, 2, 4, 64)))
+    index = rng.randrange(len(data) + 1)
+    data[index:index] = rng.randbytes(rng.choice((1, 2, 4, 64)))
 
 
 def _splice(rng: random.Random, data: bytearray, other: bytes) -> None:
-    place, start = rng.randrange(len(data) + 1), rng.randrange(len(other) + 1)
-    data[place:] = other[start:]
+    index, start = rng.randrange(len(data) + 1), rng.randrange(len(other) + 1)
+    data[index:] = other[start:]
 
 
 def _repeat(rng: random.Random, data: bytearray, _: bytes) -> None:
@@ -65,8 +65,8 @@ def _repeat(rng: random.Random, data: bytearray, _: bytes) -> None:
 
 def _inflate(rng: random.Random, data: bytearray, _: bytes) -> None:
     """Overwrite four bytes, where a length may be, with an extreme one."""
-    place = rng.randrange(len(data) + 1)
-    data[place : place + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\x00\x00", b"9999"))
+    index = rng.randrange(len(data) + 1)
+    data[index : index + 4] = rng.choice((b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff", b"\x00\x00\x00\x00", b"9999"))
 
 
 def _nest(rng: random.Random, data: bytearray, _: bytes) -> None:
@@ -77,14 +77,15 @@ _CHANGES: tuple[Change, ...] = (_flip, _flip, _flip, _set, _cut, _drop, _insert,
 
 
 def mutate_tree(rng: random.Random, tree: Any) -> Any:
-    """Return a copy of ``tree`` with one to three of its values replaced."""
+    """Return a copy of ``tree`` with one to three of its values replaced, drawn with ``rng``."""
     for _ in range(rng.choice((1, 1, 2, 3))):
-        tree = _replaced(rng, tree)
+        tree = _replace_value(rng, tree)
     return tree
 
 
-def _replaced(rng: random.Random, tree: Any) -> Any:
-    """Replace a random value of the tree, or the whole tree."""
+def _replace_value(rng: random.Random, tree: Any) -> Any:
+    """Return a copy of ``tree`` in which a value, drawn with ``rng``, is replaced or removed; or another value in its
+    place."""
     if isinstance(tree, dict) and tree and rng.random() < 0.85:
         key = rng.choice(list(tree))
         choice, rest = rng.random(), {name: value for name, value in tree.items() if name != key}
@@ -92,21 +93,21 @@ def _replaced(rng: random.Random, tree: Any) -> Any:
             return rest
         if choice < 0.2:
             return {**tree, rng.choice(_TEXTS): tree[key]}
-        return {**tree, key: _replaced(rng, tree[key])}
+        return {**tree, key: _replace_value(rng, tree[key])}
     if isinstance(tree, list) and tree and rng.random() < 0.85:
-        place, choice = rng.randrange(len(tree)), rng.random()
+        index, choice = rng.randrange(len(tree)), rng.random()
         if choice < 0.1:
-            return tree[:place] + tree[place + 1 :]
+            return tree[:index] + tree[index + 1 :]
         if choice < 0.2:
-            return tree + tree[place : place + 1] * rng.choice((1, 10, 1000))
-        return [*tree[:place], _replaced(rng, tree[place]), *tree[place + 1 :]]
+            return tree + tree[index : index + 1] * rng.choice((1, 10, 1000))
+        return [*tree[:index], _replace_value(rng, tree[index]), *tree[index + 1 :]]
     if isinstance(tree, msgspec.msgpack.Ext) and rng.random() < 0.9:
         return msgspec.msgpack.Ext(rng.choice((tree.code, tree.code, 2)), mutate(rng, bytes(tree.data), [b"<i4:3|"]))
-    return _odd(rng, tree)
+    return _make_odd(rng, tree)
 
 
-def _odd(rng: random.Random, value: Any) -> Any:
-    """Return a value that a reader would not expect in place of ``value``."""
+def _make_odd(rng: random.Random, value: Any) -> Any:
+    """Return a value that a reader would not expect in place of ``value``, drawn with ``rng``."""
     match rng.randrange(6):
         case 0:
             return rng.choice(_NUMBERS)
@@ -124,7 +125,8 @@ def _odd(rng: random.Random, value: Any) -> Any:
 
 
 def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Mutate JSON; half of the results are still valid JSON."""
+    """Return the JSON text ``data`` after mutations, drawn with ``rng``, which may insert parts of ``others``. Half of
+    the results are still valid JSON."""
     if rng.random() < 0.5:
         return mutate(rng, data, others)
     try:
@@ -134,7 +136,8 @@ def mutate_json(rng: random.Random, data: bytes, others: Sequence[bytes]) -> byt
 
 
 def mutate_msgpack(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-    """Mutate msgpack; half of the results are still valid msgpack."""
+    """Return ``data``, encoded with msgpack, after mutations, drawn with ``rng``, which may insert parts of ``others``.
+    Half of the results are still valid msgpack."""
     if rng.random() < 0.5:
         return mutate(rng, data, others)
     try:

@@ -21,12 +21,12 @@ _WORDS = ("", "policy", "a text", "é☃", "[x](y)\n", "0")
 _SPECIAL: Mapping[Any, Any] = {Sampling: Sampling(max_new_tokens=4, stop_ids=(1,), stop=("END",), logit_bias={3: 1.5})}
 
 
-def make_example(kind: Any, rng: random.Random, name: str = "") -> Any:
-    """Return a value of the annotation ``kind``; ``name`` is the field's name, whose suffix gives the shape of an
-    array."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind in _SPECIAL:
-        return _SPECIAL[kind]
+def make_example(annotation: Any, rng: random.Random, name: str = "") -> Any:
+    """Return a value of the type ``annotation``, drawn with ``rng``; ``name`` is the field's name, whose suffix gives
+    the shape of an array."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in _SPECIAL:
+        return _SPECIAL[annotation]
     if origin is np.ndarray:
         return _array(arguments, rng, name)
     if origin in (typing.Union, types.UnionType):
@@ -37,23 +37,23 @@ def make_example(kind: Any, rng: random.Random, name: str = "") -> Any:
         return tuple(make_example(argument, rng, name) for argument in arguments)
     if isinstance(origin, type) and issubclass(origin, Collection):
         return _many(origin, arguments, rng, name)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return rng.choice(list(kind))
-    names = _fields(kind)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return rng.choice(list(annotation))
+    names = _fields(annotation)
     if names is None:
-        return _plain(kind, rng)
-    hints = typing.get_type_hints(kind)
-    return kind(**{field: make_example(hints[field], rng, field) for field in names})
+        return _plain(annotation, rng)
+    hints = typing.get_type_hints(annotation)
+    return annotation(**{field: make_example(hints[field], rng, field) for field in names})
 
 
-def _fields(kind: Any) -> list[str] | None:
+def _fields(annotation: Any) -> list[str] | None:
     """Return the field names of a record type; ``None`` for other types."""
-    if dataclasses.is_dataclass(kind):
-        return [field.name for field in dataclasses.fields(kind)]
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return [field.name for field in msgspec.structs.fields(kind)]
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        return list(typing.get_type_hints(kind))
+    if dataclasses.is_dataclass(annotation):
+        return [field.name for field in dataclasses.fields(annotation)]
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return [field.name for field in msgspec.structs.fields(annotation)]
+    if isinstance(annotation, type) and issubclass(annotation, tuple):
+        return list(typing.get_type_hints(annotation))
     return None
 
 
@@ -70,25 +70,25 @@ def _many(origin: Any, arguments: tuple[Any, ...], rng: random.Random, name: str
     if issubclass(origin, Mapping):
         key, value = arguments
         return {make_example(key, rng): make_example(value, rng) for _ in range(count)}
-    made = [make_example(arguments[0], rng, name) for _ in range(count)]
-    return made if origin is list else tuple(made)
+    values = [make_example(arguments[0], rng, name) for _ in range(count)]
+    return values if origin is list else tuple(values)
 
 
-def _plain(kind: Any, rng: random.Random) -> Any:
-    if kind is bool:
+def _plain(annotation: Any, rng: random.Random) -> Any:
+    if annotation is bool:
         return rng.random() < 0.5
-    if kind is bytes:
+    if annotation is bytes:
         return rng.randbytes(rng.randrange(9))
-    if kind is memoryview:
+    if annotation is memoryview:
         return memoryview(rng.randbytes(rng.randrange(9)))
-    if kind is int:
+    if annotation is int:
         return rng.choice((0, 1, 7, 2**31 - 1))
-    if kind is float:
+    if annotation is float:
         return rng.choice((0.0, 0.25, 1e9))
-    if kind is str:
+    if annotation is str:
         return rng.choice(_WORDS)
-    if kind in (None, type(None)):
+    if annotation in (None, type(None)):
         return None
-    if kind is Any:
+    if annotation is Any:
         return rng.choice(("x", 1, [{"role": "user", "content": "?"}], {"a": 0.5}))
-    raise TypeError(f"no example of {kind!r}")
+    raise TypeError(f"no example of {annotation!r}")

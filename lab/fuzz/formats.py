@@ -66,6 +66,7 @@ class Format:
     seeds: Sequence[bytes]
     """Valid inputs."""
     change: Mutation
+    """Function that returns a modified copy of an input."""
     read: Reader
     """Function that returns whether it accepted the input."""
 
@@ -79,28 +80,28 @@ def byte_formats(scratch: Path) -> list[Format]:
         _turns(rng),
         _bundles(rng),
         _groups(rng),
-        _learned(rng),
+        _token_results(rng),
         _batches(),
         *(Format(name=name, share=share, seeds=seeds, change=change, read=read)
           for name, share, seeds, change, read in weight_formats(scratch)),
     ]  # fmt: skip
 
 
-def valid_examples(kind: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
-    """Return examples of a type, without those whose fields contradict each other."""
-    found: list[Any] = []
-    while len(found) < count:
+def valid_examples(message_type: Any, rng: random.Random, count: int = EXAMPLES) -> list[Any]:
+    """Return ``count`` examples of a type, drawn with ``rng``, without those whose fields contradict each other."""
+    examples: list[Any] = []
+    while len(examples) < count:
         try:
-            found.append(make_example(kind, rng))
+            examples.append(make_example(message_type, rng))
         except ValueError:
             continue
-    return found
+    return examples
 
 
 def make_reader(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]], Reader]:
     """Return a decorator that turns a parser into a reader, for which ``errors`` are refusals."""
 
-    def of(parse: Callable[[bytes], object]) -> Reader:
+    def decorate(parse: Callable[[bytes], object]) -> Reader:
         def read(data: bytes) -> bool:
             try:
                 parse(data)
@@ -110,12 +111,14 @@ def make_reader(*errors: type[Exception]) -> Callable[[Callable[[bytes], object]
 
         return read
 
-    return of
+    return decorate
 
 
-def _messages(name: str, receives: Any, rng: random.Random) -> Format:
-    codec = MessageCodec(receives)
-    kinds = typing.get_args(receives) or (receives,)
+def _messages(name: str, message_type: Any, rng: random.Random) -> Format:
+    """Return the format of the messages to one receiver: ``message_type`` is their type, or the union of their
+    types."""
+    codec = MessageCodec(message_type)
+    kinds = typing.get_args(message_type) or (message_type,)
     seeds = [codec.encode(message) for kind in kinds for message in valid_examples(kind, rng)]
     return Format(
         name=name,
@@ -127,25 +130,26 @@ def _messages(name: str, receives: Any, rng: random.Random) -> Format:
 
 
 def _operations(rng: random.Random) -> Format:
-    """Return the format of ledger operations in a Redis stream: the kind, a NUL, the content."""
+    """Return the format of ledger operations in a Redis stream: the kind, a NUL, the content. ``rng`` draws the valid
+    inputs."""
     kinds = (*typing.get_args(Operation), RollBack)
     seeds = [b"\0".join(encode_operation(operation)) for kind in kinds for operation in valid_examples(kind, rng)]
-    held: list[SqliteLedger] = []
+    ledgers: list[SqliteLedger] = []
     count = 0
 
     def parse(data: bytes) -> None:
         nonlocal count
         if count % LEDGER_LIFE == 0:
-            for old in held:
-                old.close()
-            held[:] = [_new_ledger()]
+            for ledger in ledgers:
+                ledger.close()
+            ledgers[:] = [_new_ledger()]
         count += 1
-        kind, _, said = data.partition(b"\0")
-        replay(held[0], kind, said)
+        kind, _, content = data.partition(b"\0")
+        replay(ledgers[0], kind, content)
 
     def change(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
-        kind, _, said = data.partition(b"\0")
-        return b"\0".join((kind, mutate_msgpack(rng, said, [other.partition(b"\0")[2] for other in others])))
+        kind, _, content = data.partition(b"\0")
+        return b"\0".join((kind, mutate_msgpack(rng, content, [other.partition(b"\0")[2] for other in others])))
 
     read = make_reader(msgspec.MsgspecError, LedgerError)(parse)
     return Format(name="operations of the ledger", share=0.06, seeds=seeds, change=change, read=read)
@@ -165,19 +169,19 @@ def _turns(rng: random.Random) -> Format:
 
 
 def _bundles(rng: random.Random) -> Format:
-    def some() -> list[EpisodeGraph]:
-        return [EpisodeGraph(key=EpisodeKey(0, place), turns=valid_examples(Turn, rng, 2)) for place in range(2)]
+    def make_episodes() -> list[EpisodeGraph]:
+        return [EpisodeGraph(key=EpisodeKey(0, index), turns=valid_examples(Turn, rng, 2)) for index in range(2)]
 
-    seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
+    seeds = [encode_bundle(make_episodes())[0] for _ in range(4 * EXAMPLES)]
     read = make_reader(msgspec.MsgspecError)(partial(decode_episode, index=1))
     return Format(name="episodes in a bundle", share=0.01, seeds=seeds, change=mutate_msgpack, read=read)
 
 
 def _groups(rng: random.Random) -> Format:
-    def some() -> list[EpisodeGraph]:
-        return [EpisodeGraph(key=EpisodeKey(0, place), turns=valid_examples(Turn, rng, 2)) for place in range(2)]
+    def make_episodes() -> list[EpisodeGraph]:
+        return [EpisodeGraph(key=EpisodeKey(0, index), turns=valid_examples(Turn, rng, 2)) for index in range(2)]
 
-    seeds = [encode_group(some()) for _ in range(4 * EXAMPLES)]
+    seeds = [encode_group(make_episodes()) for _ in range(4 * EXAMPLES)]
 
     def parse(data: bytes) -> None:
         bundle = GroupBundle(memoryview(data))
@@ -189,8 +193,8 @@ def _groups(rng: random.Random) -> Format:
     return Format(name="episodes of a group", share=0.02, seeds=seeds, change=mutate, read=read)
 
 
-def _learned(rng: random.Random) -> Format:
-    seeds = [encode_token_results(learned) for learned in valid_examples(TokenResults, rng)]
+def _token_results(rng: random.Random) -> Format:
+    seeds = [encode_token_results(results) for results in valid_examples(TokenResults, rng)]
     read = make_reader(msgspec.MsgspecError)(decode_token_results)
     return Format(name="what a step made of tokens", share=0.02, seeds=seeds, change=mutate_msgpack, read=read)
 

@@ -40,11 +40,14 @@ class _FixedEngine:
     """An engine that samples the same answer for every prompt."""
 
     def __init__(self, ids: list[int]) -> None:
+        """Create the engine, whose answer has the token ``ids``."""
         self._ids = ids
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
+        """Yield the answer as one chunk, cut after ``sampling.max_new_tokens`` tokens; the prompt and ``options`` are
+        ignored."""
         count = min(len(self._ids), sampling.max_new_tokens)
         reason = StopReason.STOP if count == len(self._ids) else StopReason.LENGTH
         versions_T, logprobs_T = np.zeros(count, np.int32), np.full(count, -0.5, np.float32)

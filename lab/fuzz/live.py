@@ -88,15 +88,15 @@ class InputCounts:
     problems: list[str] = field(default_factory=list)
     """Descriptions of the first crashes and forgeries."""
 
-    def add_problem(self, words: str, data: bytes) -> None:
-        """Add a description, while there are few."""
+    def add_problem(self, description: str, data: bytes) -> None:
+        """Add the ``description`` of what happened with the input ``data``, if there are fewer than three."""
         if len(self.problems) < 3:
-            self.problems.append(f"{words[:600]} <- {data[:400]!r}")
+            self.problems.append(f"{description[:600]} <- {data[:400]!r}")
 
 
 @contextmanager
 def run_hosts(scratch: Path) -> Iterator[dict[str, Host]]:
-    """Start all servers, and end them after the body."""
+    """Start all servers, with their files in ``scratch``, and yield them by name; end them after the body."""
     model = make_tiny(
         scratch / "model",
         TinySpec(vocab=string.printable, max_positions=256, hidden_size=32, chat_template=TEMPLATE),
@@ -118,7 +118,7 @@ def run_hosts(scratch: Path) -> Iterator[dict[str, Host]]:
     started: dict[str, Host] = {}
     try:
         for name, command in commands.items():
-            started[name] = _started(name, command, scratch / f"{name}.log")
+            started[name] = _start(name, command, scratch / f"{name}.log")
         yield started
     finally:
         for host in started.values():
@@ -126,7 +126,7 @@ def run_hosts(scratch: Path) -> Iterator[dict[str, Host]]:
             host.process.communicate()
 
 
-def _started(name: str, command: Sequence[str], log: Path) -> Host:
+def _start(name: str, command: Sequence[str], log: Path) -> Host:
     variables = {"HEADRACE_SERVE_TOKEN": TOKEN, "HEADRACE_VIEW_TOKEN": TOKEN, "COLUMNS": "300"}
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -134,7 +134,7 @@ def _started(name: str, command: Sequence[str], log: Path) -> Host:
             env=program_environment(variables),
         )  # fmt: skip
     assert process.stdout is not None
-    url, keys = _address(process.stdout)
+    url, keys = _read_address(process.stdout)
     if not url:
         process.kill()
         process.communicate()
@@ -142,13 +142,13 @@ def _started(name: str, command: Sequence[str], log: Path) -> Host:
     return Host(name=name, process=process, url=url, keys=keys or [TOKEN], log=log)
 
 
-def _address(said: IO[str]) -> tuple[str, list[str]]:
-    """Return URL and keys from a server's output, once it serves; empty if it ends before."""
+def _read_address(output: IO[str]) -> tuple[str, list[str]]:
+    """Return URL and keys from the ``output`` of a server, once it serves; empty if it ends before."""
     url = ""
-    for line in said:
+    for line in output:
         if line.startswith("{"):
-            told = json.loads(line)
-            return told["url"], told["keys"]
+            access = json.loads(line)
+            return access["url"], access["keys"]
         words = line.split()
         if words[:1] in (["listening"], ["open"]):
             url = next(word for word in words if word.startswith("http")).rstrip(";").partition("/?")[0]
@@ -158,7 +158,7 @@ def _address(said: IO[str]) -> tuple[str, list[str]]:
 
 
 def live_formats(served: dict[str, Host]) -> list[LiveFormat]:
-    """Return the kinds of requests for all servers."""
+    """Return the kinds of requests for the servers ``served``."""
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -201,7 +201,7 @@ def live_formats(served: dict[str, Host]) -> list[LiveFormat]:
 
 
 def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
-    """Yield whole requests with and without the token."""
+    """Yield whole requests with and without the token to the servers ``served``."""
     paths = {
         "serve": ("/health", "/metrics", "/v1/models", "/v1/models/model", "/nowhere"),
         "sessions": ("/v1/models", "/v1/chat/completions", "/messages/count_tokens"),
@@ -211,21 +211,25 @@ def _requests(served: dict[str, Host]) -> Iterator[LiveFormat]:
     }  # fmt: skip
     wrong = ("", "Authorization: Bearer wrong\r\n", "x-api-key: sk-headrace-0-00\r\n", f"Cookie: {'a' * 64}\r\n")
     for name, host in served.items():
-        asked = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{head}\r\n" for path in paths[name] for head in wrong]
-        asked += [_put("Authorization: Bearer x\r\n"), "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
+        texts = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{head}\r\n" for path in paths[name] for head in wrong]
+        texts += [_put("Authorization: Bearer x\r\n"), "POST /v1/chat/completions HTTP/1.1\r\nHost: h\r\n"
                   "Content-Type: application/json\r\nContent-Length: 2\r\nUpgrade: websocket\r\n\r\n{}"]  # fmt: skip
-        yield LiveFormat(name=f"strangers at {name}", share=0.004, host=host, seeds=[text.encode() for text in asked])
+        yield LiveFormat(name=f"strangers at {name}", share=0.004, host=host, seeds=[text.encode() for text in texts])
     right = f"Authorization: Bearer {TOKEN}\r\n"
-    asked = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{right}\r\n" for path in paths["view"]]
+    texts = [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{right}\r\n" for path in paths["view"]]
     yield LiveFormat(
-        name="requests to view", share=0.004, host=served["view"], seeds=[a.encode() for a in asked], has_token=True
+        name="requests to view",
+        share=0.004,
+        host=served["view"],
+        seeds=[text.encode() for text in texts],
+        has_token=True,
     )
     puts = [_put(right), _put(right, start=10, total=20)]
     yield LiveFormat(
         name="requests to uploads",
         share=0.004,
         host=served["uploads"],
-        seeds=[p.encode() for p in puts],
+        seeds=[text.encode() for text in puts],
         has_token=True,
     )
 
@@ -238,58 +242,63 @@ def _put(head: str, start: int = 0, total: int = UPLOAD_BYTES // 16) -> str:
     )
 
 
-async def send_all(what: LiveFormat, count: int, seed: str) -> InputCounts:
-    """Send ``count`` inputs over several concurrent connections, and count the results."""
-    counted = InputCounts()
+async def send_all(request_format: LiveFormat, count: int, seed: str) -> InputCounts:
+    """Send ``count`` inputs of the format over several concurrent connections, and count the results. ``seed``
+    determines the inputs."""
+    counts = InputCounts()
     async with asyncio.TaskGroup() as group:
-        for place in range(CONNECTIONS):
-            share = count // CONNECTIONS + (place < count % CONNECTIONS)
-            rng = random.Random(f"{seed}/{place}")
-            group.create_task(_send(what, share, rng, counted) if what.path else _send_raw(what, share, rng, counted))
-    return counted
+        for index in range(CONNECTIONS):
+            share = count // CONNECTIONS + (index < count % CONNECTIONS)
+            rng = random.Random(f"{seed}/{index}")
+            send = _send if request_format.path else _send_raw
+            group.create_task(send(request_format, share, rng, counts))
+    return counts
 
 
-async def _send(what: LiveFormat, count: int, rng: random.Random, counted: InputCounts) -> None:
-    """Send modified bodies to one path, one after another."""
-    connection = _Connection(what.host)
-    first = rng.randrange(len(what.host.keys))
+async def _send(request_format: LiveFormat, count: int, rng: random.Random, counts: InputCounts) -> None:
+    """Send ``count`` bodies to one path, one after another, the valid ones first and then bodies that ``rng`` modifies;
+    add the results to ``counts``."""
+    host, seeds = request_format.host, request_format.seeds
+    connection = _Connection(host)
+    first = rng.randrange(len(host.keys))
     for number in range(count):
-        sound = number < len(what.seeds)
-        body = what.seeds[number] if sound else mutate_json(rng, rng.choice(what.seeds), what.seeds)
-        key = what.host.keys[(first + number // PER_KEY) % len(what.host.keys)]
+        is_valid = number < len(seeds)
+        body = seeds[number] if is_valid else mutate_json(rng, rng.choice(seeds), seeds)
+        key = host.keys[(first + number // PER_KEY) % len(host.keys)]
         head = (
-            f"POST {what.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
+            f"POST {request_format.path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         status = await connection.request(head.encode() + body)
-        counted.inputs += 1
+        counts.inputs += 1
         if status == 200:
-            counted.accepted += 1
-        elif sound or status in (500, -1):
-            counted.crashes += 1
-            counted.add_problem(f"{what.name}: {'no answer' if status < 0 else f'status {status}'}", body)
+            counts.accepted += 1
+        elif is_valid or status in (500, -1):
+            counts.crashes += 1
+            counts.add_problem(f"{request_format.name}: {'no answer' if status < 0 else f'status {status}'}", body)
         else:
-            counted.refused += 1
+            counts.refused += 1
     connection.close()
 
 
-async def _send_raw(what: LiveFormat, count: int, rng: random.Random, counted: InputCounts) -> None:
-    """Send modified whole requests, each over its own connection."""
+async def _send_raw(request_format: LiveFormat, count: int, rng: random.Random, counts: InputCounts) -> None:
+    """Send ``count`` whole requests that ``rng`` modifies, each over its own connection; add the results to
+    ``counts``."""
     for _ in range(count):
-        data = mutate(rng, rng.choice(what.seeds), what.seeds)
-        connection = _Connection(what.host)
+        data = mutate(rng, rng.choice(request_format.seeds), request_format.seeds)
+        connection = _Connection(request_format.host)
         status = await connection.request(data, last=True)
         connection.close()
-        counted.inputs += 1
+        counts.inputs += 1
         if status in (-1, 500):
-            counted.crashes += 1
-            counted.add_problem(f"status {status}", data)
-        elif what.has_token or status in (0, 400, 401):
-            counted.accepted += 200 <= status < 400
-            counted.refused += not 200 <= status < 400
+            counts.crashes += 1
+            counts.add_problem(f"status {status}", data)
+        elif request_format.has_token or status in (0, 400, 401):
+            counts.accepted += 200 <= status < 400
+            counts.refused += not 200 <= status < 400
         else:
-            counted.forged += 1
-            counted.add_problem(f"status {status} without the token", data)
+            counts.forged += 1
+            counts.add_problem(f"status {status} without the token", data)
 
 
 class _Connection:
@@ -298,10 +307,11 @@ class _Connection:
     def __init__(self, host: Host) -> None:
         self._host = host
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        """The two directions of the connection; None while it is closed."""
 
     async def request(self, data: bytes, *, last: bool = False) -> int:
-        """Send a request and return the status of the answer; 0: the connection was closed, −1: no answer. ``last``
-        closes the sending side."""
+        """Send the request ``data`` and return the status of the answer; 0: the connection was closed, −1: no answer.
+        ``last`` closes the sending side."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._exchange(data, last=last)
@@ -321,7 +331,7 @@ class _Connection:
             writer.write_eof()
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         status = int(head.split(b" ", 2)[1][:3])
-        await _body(reader, head)
+        await _skip_body(reader, head)
         if b"connection: close" in head:
             self.close()
         return status
@@ -333,7 +343,7 @@ class _Connection:
             self._streams = None
 
 
-async def _body(reader: asyncio.StreamReader, head: bytes) -> None:
+async def _skip_body(reader: asyncio.StreamReader, head: bytes) -> None:
     if b"transfer-encoding: chunked" in head:
         while size := int((await reader.readline()).strip() or b"0", 16):
             await reader.readexactly(size + 2)

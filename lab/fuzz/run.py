@@ -28,21 +28,22 @@ INPUTS, FEW = 1_000_000, 4_000
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int = 0, seed: int = 0) -> Report:
-    """Try ``runs`` inputs; with ``quick`` only a few."""
-    total, rows, first = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
+    """Try ``runs`` inputs, which ``seed`` determines; with ``quick`` only a few. ``on_progress`` is called with lines
+    of progress."""
+    total, rows, problems = runs or (FEW if quick else INPUTS), list[Row](), list[str]()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="headrace-fuzz-") as directory, run_hosts(Path(directory)) as served:
         all_formats: list[Format | LiveFormat] = [*byte_formats(Path(directory)), *live_formats(served)]
-        shares = sum(what.share for what in all_formats)
-        for what in all_formats:
-            clock, count = RealClock(), math.ceil(total * what.share / shares)
+        shares = sum(input_format.share for input_format in all_formats)
+        for input_format in all_formats:
+            clock, count = RealClock(), math.ceil(total * input_format.share / shares)
             start_s = clock.now()
-            counted = _counted(what, count, f"{seed}/{what.name}")
-            rows.append(_row(what.name, counted, clock.now() - start_s))
-            first += counted.problems
-            on_progress(f"{what.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
+            counts = _try_format(input_format, count, f"{seed}/{input_format.name}")
+            rows.append(_row(input_format.name, counts, clock.now() - start_s))
+            problems += counts.problems
+            on_progress(f"{input_format.name}: {count:,} in {rows[-1]['seconds']:.0f} s")
         crashed = [words for host in served.values() if (words := host.problem())]
-    for words in [*first, *crashed]:
+    for words in [*problems, *crashed]:
         on_progress(words)
     targets = [
         at_least("inputs", sum(row["inputs"] for row in rows), total, "inputs"),
@@ -52,31 +53,32 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, runs: int =
     return make_report(rows, targets)
 
 
-def _counted(what: Format | LiveFormat, count: int, seed: str) -> InputCounts:
-    if isinstance(what, Format):
-        return _read_all(what, count, seed)
-    return asyncio.run(send_all(what, count, seed))
+def _try_format(input_format: Format | LiveFormat, count: int, seed: str) -> InputCounts:
+    if isinstance(input_format, Format):
+        return _read_all(input_format, count, seed)
+    return asyncio.run(send_all(input_format, count, seed))
 
 
-def _read_all(what: Format, count: int, seed: str) -> InputCounts:
-    rng, counted = random.Random(seed), InputCounts()
+def _read_all(input_format: Format, count: int, seed: str) -> InputCounts:
+    """Read ``count`` inputs of a format, which ``seed`` determines, and count the results."""
+    rng, counts = random.Random(seed), InputCounts()
     for _ in range(count):
-        data = what.change(rng, rng.choice(what.seeds), what.seeds)
-        counted.inputs += 1
+        data = input_format.change(rng, rng.choice(input_format.seeds), input_format.seeds)
+        counts.inputs += 1
         try:
-            taken = what.read(data)
+            is_accepted = input_format.read(data)
         except ForgedInput as error:
-            counted.forged += 1
-            counted.add_problem(f"{what.name}: {error}", data)
+            counts.forged += 1
+            counts.add_problem(f"{input_format.name}: {error}", data)
         except Exception as error:  # noqa: BLE001 - any unexpected error is a crash
-            counted.crashes += 1
-            counted.add_problem(f"{what.name}: {type(error).__name__}: {error}", data)
+            counts.crashes += 1
+            counts.add_problem(f"{input_format.name}: {type(error).__name__}: {error}", data)
         else:
-            counted.accepted += taken
-            counted.refused += not taken
-    return counted
+            counts.accepted += is_accepted
+            counts.refused += not is_accepted
+    return counts
 
 
-def _row(name: str, counted: InputCounts, seconds: float) -> Row:
+def _row(name: str, counts: InputCounts, seconds: float) -> Row:
     kinds = ("inputs", "accepted", "refused", "crashes", "forged")
-    return {"what": name, **{kind: getattr(counted, kind) for kind in kinds}, "seconds": seconds}
+    return {"what": name, **{kind: getattr(counts, kind) for kind in kinds}, "seconds": seconds}

@@ -57,7 +57,7 @@ class _MemoryTransport:
         raise AssertionError("it is viewed in place")
 
     def skip(self, update: WeightUpdate) -> None:
-        """Do nothing: there is no state to skip."""
+        """Do nothing for ``update``: there is no state to skip."""
 
     def close(self) -> None:
         """Do nothing: there are no resources."""
@@ -67,10 +67,14 @@ class _TwoVersions:
     """A learner that has published two versions, and engines that use the first."""
 
     def __init__(self, outbox: Any, inbox: Callable[[], Inbox], payload: Callable[[], bytes]) -> None:
+        """Publish both versions into ``outbox``. ``inbox`` opens the engines' side, and ``payload`` returns the bytes
+        that were sent last."""
         draws = torch.Generator().manual_seed(0)
         shapes = {"a": (8, 4), "b": (3,), "c": (2, 2, 2)}
         self._weights = {name: torch.randn(shape, generator=draws).bfloat16() for name, shape in shapes.items()}
+        """The weights of the second version, by name."""
         self._inbox = inbox
+        """Opens the receiving side of the transport."""
         publisher = Publisher(self._weights, get_codec("delta"), outbox)
         publisher.copy(0)
         self.first, self._first_bytes = publisher.announce(0, 0), payload()
@@ -101,11 +105,14 @@ class _TestedReceiver:
     and is replaced."""
 
     def __init__(self, versions: _TwoVersions, deliver: Callable[[bytes], None], *, differences: bool) -> None:
+        """Create the receiver, which uses the first of ``versions``. ``deliver`` sets the payload that it receives."""
         self._versions, self._deliver, self._differences = versions, deliver, differences
         self._receiver = versions.engine(deliver)
+        """The receiver in use, which uses the first version."""
 
     def accepts(self, update: WeightUpdate, payload: bytes) -> bool:
-        """Return whether the receiver accepts the update; raise :class:`ForgedInput` if it should not have."""
+        """Return whether the receiver accepts ``update`` with this ``payload``; raise :class:`ForgedInput` if it should
+        not have."""
         self._deliver(payload)
         try:
             self._receiver.stage(update)
@@ -122,7 +129,7 @@ class _TestedReceiver:
 
 
 def weight_formats(scratch: Path) -> list[Row]:
-    """Return name, share, seeds, mutation and reader of each format."""
+    """Return name, share, seeds, mutation and reader of each format; ``scratch`` is a directory for files."""
     transport = _MemoryTransport()
 
     def deliver(payload: bytes) -> None:
@@ -158,7 +165,7 @@ def weight_formats(scratch: Path) -> list[Row]:
 
 
 def _files(scratch: Path) -> Row:
-    """Return the format of safetensors files in a directory."""
+    """Return the format of safetensors files in a directory below ``scratch``."""
     folder = scratch / "weights"
     outbox = FilesOutbox(str(folder))
 
@@ -183,5 +190,5 @@ def _files(scratch: Path) -> Row:
 
 def _slightly(rng: random.Random, data: bytes, others: Sequence[bytes]) -> bytes:
     """Mutate ``data``; half of the results keep its length, so that they are read and not refused for their length."""
-    made = mutate(rng, data, others)
-    return made if rng.random() < 0.5 else made[: len(data)].ljust(len(data), b"\0")
+    mutated = mutate(rng, data, others)
+    return mutated if rng.random() < 0.5 else mutated[: len(data)].ljust(len(data), b"\0")

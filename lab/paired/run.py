@@ -69,8 +69,10 @@ def measure(
     seconds: float = 3600.0,
 ) -> Report:
     """Measure the code that ``python`` has installed, with its benchmarks in ``package``, beside this code.
+    ``on_progress`` is called with lines of progress.
 
-    A benchmark begins no round after ``seconds``, so that a machine that others wait for is given back in time.
+    Each benchmark has ``rounds`` rounds, but begins none after ``seconds``, so that a machine that others wait for is
+    given back in time.
     """
     other = Checkout(name="other", python=python, package=package)
     this = Checkout(name="this", python=sys.executable, package="headrace.wings.bench")
@@ -87,7 +89,8 @@ def measure(
 def _rounds(
     benchmark: str, sides: list[list[Measure]], on_progress: Callable[[str], None], *, rounds: int, seconds: float
 ) -> list[tuple[Figures, Figures]]:
-    """Measure ``rounds`` rounds of ``benchmark``, or fewer where ``seconds`` have passed before one begins."""
+    """Measure ``rounds`` rounds of ``benchmark``, or fewer if ``seconds`` have passed before one begins. ``sides`` has
+    the measurements of each version."""
     clock = RealClock()
     start_s = clock.now()
     rates: list[tuple[Figures, Figures]] = []
@@ -100,12 +103,12 @@ def _rounds(
 
 
 def _round(sides: list[list[Measure]], turn: int) -> tuple[Figures, Figures]:
-    """Measure every figure once with each version, one directly after the other."""
-    found: tuple[Figures, Figures] = ({}, {})
+    """Measure every figure once with each version, one directly after the other; the order alternates with ``turn``."""
+    figures: tuple[Figures, Figures] = ({}, {})
     for measures in zip(*sides, strict=True):
-        for at in (0, 1) if turn % 2 == 0 else (1, 0):
-            found[at].update(measures[at](turn))
-    return found
+        for index in (0, 1) if turn % 2 == 0 else (1, 0):
+            figures[index].update(measures[index](turn))
+    return figures
 
 
 def _row(benchmark: str, name: str, rates: list[tuple[Figures, Figures]]) -> Row:
@@ -175,24 +178,27 @@ def _model(directory: Path, name: str, spec: Any) -> Path:
 
 
 def _engine(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
+    """Start the processes of the engines of ``checkout``, with their models in ``directory``, until ``stack`` ends;
+    return the measurement of each figure."""
     models = {name: _model(directory, name.replace(" ", "-"), spec) for name, spec in engine.MODELS.items()}
 
-    def job(name: str, model: str, lengths: tuple[int, ...], **sampling: Any) -> Job:
+    def make_job(name: str, model: str, lengths: tuple[int, ...], **sampling: Any) -> Job:
+        """Return the job ``name``: the ``model`` samples answers of the given ``lengths``."""
         request = engine.make_request(lengths, **sampling)
         warm_up = engine.make_request((4,) * len(lengths), **sampling)
         return Job(name=name, model=models[model], side="native", request=request, warm_up=warm_up)
 
     jobs = [
-        job("28M, 64 x 64, tok/s", "28M", (64,) * 64),
-        job("28M, 8 x 128, tok/s", "28M", (128,) * 8),
-        job("1M, 64 x 128, tok/s", "1M", (128,) * 64),
-        job("1M, 64 x 128, kept-sets recorded, tok/s", "1M", (128,) * 64, top_p=0.95, record_kept=True),
-        job("1M experts, 64 x 128, routing recorded, tok/s", "1M experts", (128,) * 64, record_routing=True),
+        make_job("28M, 64 x 64, tok/s", "28M", (64,) * 64),
+        make_job("28M, 8 x 128, tok/s", "28M", (128,) * 8),
+        make_job("1M, 64 x 128, tok/s", "1M", (128,) * 64),
+        make_job("1M, 64 x 128, kept-sets recorded, tok/s", "1M", (128,) * 64, top_p=0.95, record_kept=True),
+        make_job("1M experts, 64 x 128, routing recorded, tok/s", "1M experts", (128,) * 64, record_routing=True),
     ]
     commits = {**engine.make_request((128,) * 64), "commits": 100}
     warm_up = {**engine.make_request((8,) * 64), "commits": 4}
     jobs.append(Job(name="28M, commit gap", model=models["28M"], side="fed", request=commits, warm_up=warm_up))
-    return [partial(_engine_rate, one, process) for one, process in _jobs("engine_worker", jobs, checkout, stack)]
+    return [partial(_engine_rate, job, process) for job, process in _jobs("engine_worker", jobs, checkout, stack)]
 
 
 def _engine_rate(job: Job, process: PeerProcess, turn: int) -> Figures:
@@ -202,6 +208,8 @@ def _engine_rate(job: Job, process: PeerProcess, turn: int) -> Figures:
 
 
 def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> list[Measure]:
+    """Start the process of the learner of ``checkout``, with its models in ``directory``, until ``stack`` ends; return
+    the measurement of each figure."""
     sizes = replace(learner.FULL, short_answers=engine.draw_lengths(16, 96, 384))
     large, experts = _model(directory, "28M", sizes.spec), _model(directory, "experts", engine.EXPERTS)
     full = learner.make_request(sizes.spec, sizes.prompt, sizes.short_answers)
@@ -220,7 +228,7 @@ def _learner(_: str, checkout: Checkout, directory: Path, stack: ExitStack) -> l
         )
         for name, request in requests.items()
     ]  # fmt: skip
-    return [partial(_learner_rate, one, process) for one, process in _jobs("learner_worker", jobs, checkout, stack)]
+    return [partial(_learner_rate, job, process) for job, process in _jobs("learner_worker", jobs, checkout, stack)]
 
 
 def _learner_rate(job: Job, process: PeerProcess, turn: int) -> Figures:

@@ -25,7 +25,8 @@ VERSIONS, COMMITS = 6, 100
 
 
 def measure_sync(bench: str) -> dict[str, float]:
-    """Publish, stage and commit a model of 28M parameters through every transport with every codec."""
+    """Publish, stage and commit a model of 28M parameters through every transport with every codec; return the rates.
+    ``bench`` is the package of the benchmarks."""
     module: Any = import_module(f"{bench}.sync")
     module.FULL = (replace(module.FULL[0], rounds=VERSIONS, commits=COMMITS),)
     for name in ("_broadcasts", "_measure_broadcasts"):  # the name differs by version; it measures the library Gloo
@@ -44,12 +45,17 @@ class DemoRuns:
     """Runs of the demo, whose model is built once."""
 
     def __init__(self, bench: str, directory: Path) -> None:
+        """Create the runs without a model. ``bench`` is the package of the benchmarks, and ``directory`` the place of
+        the runs."""
         self._module = import_module(f"{bench}.loop")
+        """The benchmark ``loop`` of the measured version."""
         self._directory = directory
         self._demo: Any = None
+        """The demo; None before the first measurement builds it."""
 
     def measure(self, turn: int) -> dict[str, float]:
-        """Train the demo, and train it with a reward that takes 50 to 500 ms."""
+        """Train the demo, and train it with a reward that takes 50 to 500 ms, with the seed ``turn``; return the
+        rates."""
         if self._demo is None:
             self._demo = self._module.build_demo(self._directory / "demo", seed=0)
         fast = self._run(turn, "fast", f"run.steps={STEPS}", f"run.seed={turn}")
@@ -63,7 +69,8 @@ class DemoRuns:
 
 
 def main(bench: str, directory: Path) -> None:
-    """Answer requests until the input ends."""
+    """Answer requests until the input ends. ``bench`` is the package of the benchmarks, and ``directory`` is for
+    files."""
     answers, sys.stdout = sys.stdout, sys.stderr  # runs print, and the answers must stand alone
     loop = DemoRuns(bench, directory)
     for line in sys.stdin:

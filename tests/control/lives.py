@@ -164,7 +164,7 @@ async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen:
         ledger.close()
 
 
-def groups_of(batch: Batch) -> list[int]:
+def list_groups(batch: Batch) -> list[int]:
     """The groups of a batch, in order, where every group has a row of its own."""
     starts = np.cumsum(batch.lengths_S) - batch.lengths_S
     return list(dict.fromkeys(batch.ids_N[starts].tolist()))
@@ -183,7 +183,7 @@ def with_eval(num_rows: int) -> Callable[[Components], Components]:
     return change
 
 
-def cause_of(plan: Plan, *, seen: Seen | None = None) -> BaseException:
+def run_to_failure(plan: Plan, *, seen: Seen | None = None) -> BaseException:
     """The error that the run ends with."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
         live(plan, seen=seen)

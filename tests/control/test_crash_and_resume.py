@@ -14,7 +14,7 @@ from headrace.base.types.batch import Batch
 from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, groups_of, live
+from tests.control.lives import Life, Plan, list_groups, live
 
 BEFORE_S = 2.0
 """The comparison of engine and learner, which stands before training, takes a little longer."""
@@ -40,7 +40,7 @@ def lives(plan: Plan, rng: random.Random, *, crashes: int, longest_s: float) -> 
 
 def check_books(life: Life, lineage: dict[int, Batch], steps: int) -> None:
     assert sorted(lineage) == list(range(steps))
-    trained = [groups_of(lineage[step]) for step in range(steps)]
+    trained = [list_groups(lineage[step]) for step in range(steps)]
     assert all(len(groups) == 2 for groups in trained)
     numbers = [group for groups in trained for group in groups]
     assert len(set(numbers)) == len(numbers) == 2 * steps
@@ -109,7 +109,7 @@ def test_steps_after_the_checkpoint_are_replayed_with_the_same_batches(tmp_path:
     second = live(plan)
     assert len(first.learner.batches) >= 2
     for before, after in zip(first.learner.batches, second.learner.batches, strict=False):
-        assert groups_of(before) == groups_of(after)
+        assert list_groups(before) == list_groups(after)
         assert before.ids_N.tobytes() == after.ids_N.tobytes()
         assert before.versions_N.tobytes() == after.versions_N.tobytes()
     assert "resumed at step 0" in second.seen.texts()
@@ -194,7 +194,7 @@ def test_group_keeps_its_row_when_the_order_of_rows_changes(tmp_path: Path) -> N
     assert first.summary.ledger.tokens.in_flight > 0
     second = live(plan(100))
     for batch in second.learner.batches:
-        assert len(groups_of(batch)) == 2, "a group has two rows"
+        assert len(list_groups(batch)) == 2, "a group has two rows"
 
 
 def test_snapshots_are_taken_when_due_once_each_and_the_newest_are_kept(tmp_path: Path) -> None:

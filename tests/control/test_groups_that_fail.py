@@ -13,7 +13,7 @@ from headrace.base.types.tokens import IntColumn
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeScorer
-from tests.control.lives import Plan, Seen, cause_of, with_eval
+from tests.control.lives import Plan, Seen, run_to_failure, with_eval
 
 
 def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
             return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
 
     seen = Seen()
-    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=Broken), seen=seen)
+    error = run_to_failure(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=Broken), seen=seen)
     assert isinstance(error, EnvError)
     assert "5 groups in a row" in str(error)
     assert "my_reward.py:7: KeyError" in str(error)
@@ -33,7 +33,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
 def test_reward_that_is_none_for_every_answer_ends_the_run_with_what_none_means(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=lambda: FakeScorer(reward=lambda _: None))
     seen = Seen()
-    error = cause_of(plan, seen=seen)
+    error = run_to_failure(plan, seen=seen)
     assert isinstance(error, EnvError)
     assert "the reward function returned None for the last, and None means that an answer does not count" in str(error)
     assert "whether it returns what it has computed" in error.remedy
@@ -49,7 +49,7 @@ def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path)
             raise RequestError("no such adapter", remedy="load it")
             yield
 
-    error = cause_of(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=ClosedGroup))
+    error = run_to_failure(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, engine=ClosedGroup))
     assert isinstance(error, EnvError)
     assert "request_refused: no such adapter" in str(error)
     assert "look at what is asked of the engine" in error.remedy
@@ -58,4 +58,4 @@ def test_engine_that_refuses_everything_is_what_the_remedy_names(tmp_path: Path)
 
 def test_held_out_rewards_that_all_fail_end_the_run(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, parts=with_eval(3), scorer=lambda: FakeScorer(reward=lambda _: None))
-    assert isinstance(cause_of(plan), EnvError)
+    assert isinstance(run_to_failure(plan), EnvError)

@@ -14,7 +14,7 @@ from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.messages.controller import EngineStats, StepReport
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine, FakeLearner, lognormal_lengths
-from tests.control.lives import Life, Plan, groups_of, live
+from tests.control.lives import Life, Plan, list_groups, live
 
 LENGTH = lognormal_lengths(60, 1.0, 600)
 REJECT: dict[str, Any] = {"policy": "unbounded", "max_age": 1, "lead": 4}
@@ -45,12 +45,12 @@ def test_bound_holds_and_books_balance_over_a_crash_and_replayed_steps_train_the
     again = {batch.step: batch for batch in second.learner.batches}
     for batch in first.learner.batches:
         if batch.step in again:
-            assert groups_of(batch) == groups_of(again[batch.step])
+            assert list_groups(batch) == list_groups(again[batch.step])
     batches |= again
     assert sorted(batches) == list(range(10))
     bound = given.settings().flow.largest_age
     assert max(int(batch.ages().max()) for batch in batches.values()) <= bound
-    trained = [group for batch in batches.values() for group in groups_of(batch)]
+    trained = [group for batch in batches.values() for group in list_groups(batch)]
     assert len(trained) == len(set(trained)) == 20
     tokens = second.summary.ledger.tokens
     assert tokens.submitted == tokens.trained + sum(tokens.dropped.values()) + tokens.in_flight

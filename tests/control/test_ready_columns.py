@@ -23,7 +23,7 @@ from headrace.flow.layout import lay_out
 from headrace.flow.ledger import ResumeState
 from headrace.flow.ready import ReadyColumns
 from headrace.testing import FakeEngine, FakeLearner, lognormal_lengths
-from tests.control.lives import Plan, cause_of, live
+from tests.control.lives import Plan, live, run_to_failure
 
 
 class ReadingLearner(FakeLearner):
@@ -150,7 +150,7 @@ def test_a_group_that_cannot_be_stored_is_dropped_and_counted(tmp_path: Path, mo
 @pytest.mark.usefixtures("store_all")
 def test_a_store_that_stays_full_ends_the_run_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_at(monkeypatch, lambda number: number >= 4)
-    error = cause_of(plan_of(tmp_path))
+    error = run_to_failure(plan_of(tmp_path))
     assert isinstance(error, StoreError)
     assert "groups in a row were dropped (store_full); the last: the store is full" in error.problem
     assert error.remedy == "make room, then --resume"
@@ -166,7 +166,7 @@ def test_short_groups_that_need_no_store_do_not_hide_that_it_stays_full(
     for module in (ready_module, scoring):
         monkeypatch.setattr(module, "is_stored", is_even)
     full_at(monkeypatch, lambda number: number % 2 == 0)
-    error = cause_of(plan_of(tmp_path, flow={"max_failed_groups": 4}))
+    error = run_to_failure(plan_of(tmp_path, flow={"max_failed_groups": 4}))
     assert isinstance(error, StoreError)
     assert "4 groups in a row were dropped (store_full)" in error.problem
 

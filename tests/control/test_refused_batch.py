@@ -15,8 +15,8 @@ from headrace.base.types.messages.controller import StepReport
 from headrace.control.recovery import find_starting_point
 from headrace.learner.intake import refuse_unfit
 from headrace.testing import FakeLearner
-from tests.control.lives import Plan, groups_of, live
-from tests.control.test_trouble import cause_of
+from tests.control.lives import Plan, list_groups, live
+from tests.control.test_trouble import run_to_failure
 
 ROOMY, VOCAB_SIZE = 100_000, 2**31 - 1
 
@@ -43,9 +43,9 @@ def test_refused_batch_is_ready_again_and_trained_by_the_next_life(tmp_path: Pat
     first = Refusing(lambda step: 1 if step == refused_step else ROOMY)
     second = Refusing(lambda _: ROOMY)
     plan = Plan(run_dir=tmp_path, steps=6, learner=lambda: first, run={"checkpoint_every": 1})
-    assert "learner.tokens_per_microbatch=1; nothing was changed" in str(cause_of(plan))
+    assert "learner.tokens_per_microbatch=1; nothing was changed" in str(run_to_failure(plan))
     assert first.refused is not None
-    groups = set(groups_of(first.refused))
+    groups = set(list_groups(first.refused))
     book = plan.open_ledger()
     try:
         resumed = book.roll_back(find_starting_point(tmp_path).step)

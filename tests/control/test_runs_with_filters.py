@@ -29,7 +29,7 @@ from headrace.rollout.environments.data import RowOrder
 from headrace.rollout.scoring import Scores
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, SiblingEngine, cause_of, groups_of, live
+from tests.control.lives import Life, Plan, Seen, SiblingEngine, list_groups, live, run_to_failure
 from tests.control.test_crash_and_resume import check_books, lives
 
 
@@ -99,7 +99,7 @@ def test_batch_has_exactly_its_size_and_the_books_balance(
 ) -> None:
     plan = filtered(tmp_path_factory.mktemp("run"), KINDS[kind], seed=seed, max_age=max_age, order=order)
     life = live(plan)
-    assert [len(groups_of(batch)) for batch in life.learner.batches] == [3] * 5
+    assert [len(list_groups(batch)) for batch in life.learner.batches] == [3] * 5
     groups, episodes, tokens = life.summary.ledger.groups, life.summary.ledger.episodes, life.summary.ledger.tokens
     assert groups.trained == 15
     assert groups.submitted == 15 + sum(groups.dropped.values()) + groups.in_flight
@@ -115,7 +115,7 @@ def test_batch_has_exactly_its_size_and_the_books_balance(
 def test_groups_of_which_every_answer_is_masked_are_kept_or_made_up_for(tmp_path: Path, all_masked: str) -> None:
     plan = filtered(tmp_path, [{"kind": "length", "max_tokens": 8, "all_masked": all_masked}])
     life = live(plan)
-    ledger, sizes = life.summary.ledger, [len(groups_of(batch)) for batch in life.learner.batches]
+    ledger, sizes = life.summary.ledger, [len(list_groups(batch)) for batch in life.learner.batches]
     assert ledger.groups.trained == 15
     assert ledger.groups.submitted == 15 + sum(ledger.groups.dropped.values()) + ledger.groups.in_flight
     assert ledger.tokens.trained == sum(batch.num_loss_tokens for batch in life.learner.batches)
@@ -132,7 +132,7 @@ def test_run_that_masks_everything_ends_and_says_so(tmp_path: Path) -> None:
     filters = [{"kind": "length", "max_tokens": 1, "all_masked": "keep"}]
     plan = filtered(tmp_path, filters, max_idle_batches=3)
     with pytest.raises(NothingToLearn, match=r"not one answer: flow\.filters have masked all of them") as error:
-        raise cause_of(plan)
+        raise run_to_failure(plan)
     assert "engine.max_new_tokens" in error.value.remedy
 
 
@@ -198,7 +198,7 @@ def test_first_that_finish_are_trained_and_the_others_leave_the_engine_at_once(t
     assert 0 < life.engine.withdrawn <= redundant
     assert life.engine.stats().running == 0
     assert life.summary.ledger.tokens.dropped["redundant"] > 0
-    for number in groups_of(life.learner.batches[0]):
+    for number in list_groups(life.learner.batches[0]):
         episodes = episodes_of(tmp_path, number)
         assert len(episodes) == 6
         trained = [episode.num_sampled for episode in episodes if episode.status is EpisodeStatus.SCORED]
@@ -235,7 +235,7 @@ def test_masked_episode_moves_the_baseline_and_carries_no_loss(tmp_path: Path) -
     life = live(plan)
     batch = life.learner.batches[0]
     advantages: list[float] = []
-    for number in groups_of(batch):
+    for number in list_groups(batch):
         counted = [(e, e.reward) for e in episodes_of(tmp_path, number) if e.reward is not None]
         mean = sum(reward for _, reward in counted) / len(counted)
         advantages += [reward - mean for e, reward in counted if e.status is EpisodeStatus.SCORED]
@@ -248,7 +248,7 @@ def test_filter_that_lets_nothing_pass_ends_the_run_with_advice(tmp_path: Path) 
     plan = filtered(tmp_path, ["zero_variance"], max_idle_batches=4)
     plan.scorer = lambda: FakeScorer(seconds=0.1, reward=lambda _: 0.25)
     seen = Seen()
-    error = cause_of(plan, seen=seen)
+    error = run_to_failure(plan, seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "filters dropped 12 groups in a row and kept none: 12 zero_variance; all 72 rewards were 0.25" in str(error)
     for advice in ("whether the reward function works", "raise flow.group_size", "flow.max_idle_batches", "--resume"):
@@ -260,7 +260,7 @@ def test_filter_that_lets_nothing_pass_ends_the_run_with_advice(tmp_path: Path) 
 def test_rewards_that_never_pass_though_they_differ_are_described(tmp_path: Path) -> None:
     plan = filtered(tmp_path, [{"kind": "dynamic_sampling", "threshold": 5.0}], max_idle_batches=4)
     plan.scorer = lambda: FakeScorer(seconds=0.1)
-    error = cause_of(plan)
+    error = run_to_failure(plan)
     assert isinstance(error, NothingToLearn)
     assert "12 accuracy_too_low; 72 rewards between 0 and 1" in str(error)
     assert "threshold" in error.remedy

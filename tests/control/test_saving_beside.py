@@ -14,7 +14,7 @@ from headrace.learner import checkpoint
 from headrace.testing import FakeLearner
 from tests.control.lives import Plan, live
 from tests.control.test_crash_and_resume import check_books, lives
-from tests.control.test_trouble import cause_of
+from tests.control.test_trouble import run_to_failure
 
 
 class SlowDisk(FakeLearner):
@@ -65,7 +65,7 @@ def test_an_error_while_a_checkpoint_is_written_ends_the_run_which_goes_on_from_
             if "step-000004" in directory.name:
                 raise error("the disk is gone", remedy="look")
 
-    found = cause_of(Plan(run_dir=tmp_path, steps=8, learner=Failing))
+    found = run_to_failure(Plan(run_dir=tmp_path, steps=8, learner=Failing))
     assert isinstance(found, error)
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
     second = live(Plan(run_dir=tmp_path, steps=8))

@@ -7,7 +7,7 @@ from pathlib import Path
 from headrace.base.errors import NothingToLearn
 from headrace.testing import FakeScorer
 from tests.control.lives import Plan, live
-from tests.control.test_trouble import cause_of
+from tests.control.test_trouble import run_to_failure
 
 
 def test_groups_of_one_have_signal_where_the_rewards_of_a_batch_differ(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_equal_rewards_are_no_reason_to_end_where_a_teacher_says_what_to_prefer(
 def test_groups_of_one_whose_rewards_are_all_equal_end_the_run(tmp_path: Path) -> None:
     flow = {"max_idle_batches": 4, "group_size": 1, "min_episodes": 1}
     plan = Plan(run_dir=tmp_path, steps=50, flow=flow, scorer=lambda: FakeScorer(reward=lambda _: 0.5))
-    error = cause_of(plan)
+    error = run_to_failure(plan)
     assert isinstance(error, NothingToLearn)
     assert "in 4 steps in a row all episodes of a batch got the same reward" in str(error)

@@ -27,7 +27,7 @@ from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, cause_of, groups_of, live, with_eval
+from tests.control.lives import Life, Plan, Seen, list_groups, live, run_to_failure, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
 BOUNDS = [(max_age, lead) for max_age in range(4) for lead in (0, max_age)]
@@ -59,7 +59,7 @@ class Forgetful(FakeEngine):
 
 def test_a_token_above_the_bound_ends_the_run_before_it_is_trained(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, engine=lambda: Forgetful(length=LENGTH), flow={"max_age": 1})
-    error = cause_of(plan)
+    error = run_to_failure(plan)
     assert isinstance(error, RunError)
     assert error.problem == "step 2 would train a token of age 2, and flow.max_age=1"
     assert error.remedy == "set flow.max_age=2, then --resume"
@@ -105,7 +105,7 @@ def test_without_age_the_weights_are_those_of_a_plain_serial_loop(tmp_path: Path
 @pytest.mark.parametrize("max_age", [0, 1, 3])
 def test_every_group_submitted_is_trained_exactly_once(tmp_path: Path, max_age: int) -> None:
     life = live(Plan(run_dir=tmp_path, steps=10, flow={"max_age": max_age}))
-    trained = [group for batch in life.learner.batches for group in groups_of(batch)]
+    trained = [group for batch in life.learner.batches for group in list_groups(batch)]
     assert sorted(trained) == list(range(20))
     groups, episodes, tokens = life.summary.ledger.groups, life.summary.ledger.episodes, life.summary.ledger.tokens
     assert (groups.submitted, groups.trained, groups.dropped, groups.in_flight) == (20, 20, {}, 0)
@@ -115,7 +115,7 @@ def test_every_group_submitted_is_trained_exactly_once(tmp_path: Path, max_age: 
 
 def test_strict_order_trains_groups_as_they_were_admitted(tmp_path: Path) -> None:
     life = live(Plan(run_dir=tmp_path, steps=10, flow={"max_age": 3, "order": "strict"}))
-    assert [groups_of(batch) for batch in life.learner.batches] == [[2 * step, 2 * step + 1] for step in range(10)]
+    assert [list_groups(batch) for batch in life.learner.batches] == [[2 * step, 2 * step + 1] for step in range(10)]
 
 
 def test_overlap_takes_less_time_than_taking_turns(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_failed_rewards_are_filled_up_to_whole_batches(tmp_path: Path) -> None:
         ),
     )
     life = live(plan)
-    assert all(len(groups_of(batch)) == 2 for batch in life.learner.batches)
+    assert all(len(list_groups(batch)) == 2 for batch in life.learner.batches)
     assert len(life.learner.batches) == 8
     groups = life.summary.ledger.groups
     assert groups.dropped["reward_none"] > 0

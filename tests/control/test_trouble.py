@@ -31,7 +31,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from tests.control.lives import Plan, Seen, cause_of, groups_of, live, with_eval
+from tests.control.lives import Plan, Seen, list_groups, live, run_to_failure, with_eval
 
 
 async def for_ever() -> None:
@@ -96,7 +96,7 @@ STALLS: dict[str, tuple[dict[str, Callable[[], object]], list[str]]] = {
 
 
 def test_learner_that_gives_no_sign_of_work_is_named_within_the_stall_timeout(tmp_path: Path) -> None:
-    error = cause_of(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, learner=StuckLearner))
+    error = run_to_failure(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, learner=StuckLearner))
     assert isinstance(error, StallError)
     for said in ("step 2 has been owed by the learner for 21 s", "learner  busy", "run.stall_timeout_s"):
         assert said in str(error)
@@ -127,7 +127,7 @@ def test_run_waits_for_a_process_that_is_stopped_and_goes_on_with_it(tmp_path: P
         return replace(parts, standstills=lambda: learner._standing)
 
     plan = Plan(run_dir=tmp_path, steps=4, run={"stall_timeout_s": 15.0}, parts=with_standing)
-    error = cause_of(replace(plan, learner=StoppedForGood))
+    error = run_to_failure(replace(plan, learner=StoppedForGood))
     assert isinstance(error, StallError)
     for said in ("nothing has moved for 180 s", "learner (pid 7) is stopped (SIGSTOP)"):
         assert said in str(error)
@@ -193,7 +193,7 @@ def test_row_whose_prompt_changed_before_a_restart_costs_its_group(tmp_path: Pat
 def test_part_that_never_answers_is_named_with_who_waits_for_it(tmp_path: Path, stuck: str) -> None:
     parts, words = STALLS[stuck]
     seen = Seen()
-    error = cause_of(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, **parts), seen=seen)
+    error = run_to_failure(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, **parts), seen=seen)
     assert isinstance(error, StallError)
     for said in (*words, "nothing has moved for 20 s", "unblocked by", "run.stall_timeout_s"):
         assert said in str(error)
@@ -202,7 +202,7 @@ def test_part_that_never_answers_is_named_with_who_waits_for_it(tmp_path: Path, 
 
 def test_evaluation_that_never_ends_is_told_before_training_begins(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, scorer=MuteScorer, parts=with_eval(2), run={"stall_timeout_s": 20.0})
-    error = cause_of(plan)
+    error = run_to_failure(plan)
     assert isinstance(error, StallError)
     assert "answers to the held-out tasks" in str(error)
 
@@ -225,7 +225,7 @@ def test_slow_parts_that_go_on_moving_are_no_stall(tmp_path: Path) -> None:
 
 def test_rewards_that_are_all_equal_end_the_run_with_advice(tmp_path: Path) -> None:
     seen, equal = Seen(), lambda: FakeScorer(reward=lambda _: 0.5)
-    error = cause_of(Plan(run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=equal), seen=seen)
+    error = run_to_failure(Plan(run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=equal), seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "6 steps in a row" in str(error)
     assert "0.5" in str(error)
@@ -281,14 +281,14 @@ def test_prompts_that_do_not_fit_are_counted_and_named_by_row(tmp_path: Path) ->
     life = live(Plan(run_dir=tmp_path, steps=5, parts=long_rows({1, 4, 5})))
     assert life.summary.ledger.groups.dropped == {"prompt_too_long": 3}
     assert life.summary.ledger.groups.trained == 10
-    trained = {group for batch in life.learner.batches for group in groups_of(batch)}
+    trained = {group for batch in life.learner.batches for group in list_groups(batch)}
     assert trained == set(range(13)) - {1, 4, 5}
     assert sum("do not fit" in warning for warning in life.summary.warnings) == 3
     assert any(warning.startswith("row 2: 2000 prompt tokens") for warning in life.summary.warnings)
 
 
 def test_dataset_of_which_no_row_fits_is_refused_and_never_spun_on(tmp_path: Path) -> None:
-    error = cause_of(Plan(run_dir=tmp_path, num_tasks=4, parts=long_rows(set(range(4)))))
+    error = run_to_failure(Plan(run_dir=tmp_path, num_tasks=4, parts=long_rows(set(range(4)))))
     assert isinstance(error, DataError)
     assert "no row fits" in str(error)
 
@@ -358,7 +358,7 @@ class DyingScorer(FakeScorer):
 def test_death_of_a_part_is_the_cause_that_is_told_and_the_run_can_go_on(
     tmp_path: Path, parts: dict[str, Callable[[], object]]
 ) -> None:
-    error = cause_of(Plan(run_dir=tmp_path, steps=10, **parts))
+    error = run_to_failure(Plan(run_dir=tmp_path, steps=10, **parts))
     assert isinstance(error, ComponentDied)
     assert "ended with signal 9" in str(error)
     second = live(Plan(run_dir=tmp_path, steps=10))
@@ -366,7 +366,7 @@ def test_death_of_a_part_is_the_cause_that_is_told_and_the_run_can_go_on(
 
 
 def test_snapshot_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
-    cause_of(Plan(run_dir=tmp_path, steps=10, learner=DyingSave))
+    run_to_failure(Plan(run_dir=tmp_path, steps=10, learner=DyingSave))
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -375,7 +375,7 @@ def test_error_that_nobody_expected_ends_the_run_too(tmp_path: Path) -> None:
         async def logprobs(self, batch: Batch) -> FloatColumn:
             raise ZeroDivisionError
 
-    assert isinstance(cause_of(Plan(run_dir=tmp_path, learner=Wrong)), ZeroDivisionError)
+    assert isinstance(run_to_failure(Plan(run_dir=tmp_path, learner=Wrong)), ZeroDivisionError)
 
 
 def test_ledger_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_ledger_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
             return await super().train(batch)
 
     seen = Seen()
-    error = cause_of(Plan(run_dir=tmp_path, steps=200, learner=Filling), seen=seen)
+    error = run_to_failure(Plan(run_dir=tmp_path, steps=200, learner=Filling), seen=seen)
     assert isinstance(error, LedgerError)
     assert "full" in str(error)
     assert isinstance(error, HeadraceError)

@@ -19,9 +19,9 @@ from headrace.base.errors import ConfigError
 from headrace.run.cli.app import app
 from headrace.run.session import load_config
 from headrace.wings.plan import ClusterFile, load_cluster, make_site
-from headrace.wings.plan.cluster_map import ClusterMap, map_of
-from headrace.wings.plan.deploy import FILES, deploy_overrides, deployment, write_deployment
-from headrace.wings.plan.planning import asked_of
+from headrace.wings.plan.cluster_map import ClusterMap, make_cluster_map
+from headrace.wings.plan.deploy import FILES, deploy_overrides, make_deployment, write_deployment
+from headrace.wings.plan.planning import make_sizing_request
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CRD: dict[str, Any] = json.loads((Path(__file__).parent / "kuberay_crd.json").read_text())["schema"]
@@ -43,9 +43,9 @@ def made(
 ) -> tuple[dict[str, str], ClusterMap]:
     needed = deploy_overrides(load_config(DEPLOY / "run.toml", overrides))
     config = load_config(DEPLOY / "run.toml", [*overrides, *needed])
-    site = make_site(asked_of(config), file)
-    run_map = map_of(config, site)
-    return deployment([*overrides, *needed], site, run_map, file.deploy, folder), run_map
+    site = make_site(make_sizing_request(config), file)
+    run_map = make_cluster_map(config, site)
+    return make_deployment([*overrides, *needed], site, run_map, file.deploy, folder), run_map
 
 
 def cluster(**changes: Any) -> ClusterFile:

@@ -30,7 +30,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
-def blocks_of(page: Path) -> list[Block]:
+def read_blocks(page: Path) -> list[Block]:
     """All of a page, in order."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").split("\n")
@@ -55,7 +55,7 @@ def blocks_of(page: Path) -> list[Block]:
     return found
 
 
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 
 
 def blocks(*languages: str) -> list[Block]:

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.run.cli.app import app
-from tests.docs.pages import ROOT, Block, blocks, blocks_of
+from tests.docs.pages import ROOT, Block, blocks, read_blocks
 from tests.docs.test_shell_blocks import lines_of, words_of
 
 RECIPES = [
     (str(block), line) for block in blocks("sh") for line in lines_of(block) if line.startswith("headrace recipes")
 ]
-EXTENDING = blocks_of(ROOT / "docs" / "extending.md")
+EXTENDING = read_blocks(ROOT / "docs" / "extending.md")
 CHECKS = [line for block in EXTENDING if block.language == "sh" for line in lines_of(block)]
 
 

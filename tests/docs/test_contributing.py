@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Block, blocks_of
+from tests.docs.pages import ROOT, Block, read_blocks
 from tests.run.session.runs import make_run, tiny_model
 
 PAGE = ROOT / "CONTRIBUTING.md"
-FILES = [block for block in blocks_of(PAGE) if block.title.startswith(("src/", "tests/"))]
-SHELL = "".join(block.text for block in blocks_of(PAGE) if block.language == "sh" and "huber" in block.text)
+FILES = [block for block in read_blocks(PAGE) if block.title.startswith(("src/", "tests/"))]
+SHELL = "".join(block.text for block in read_blocks(PAGE) if block.language == "sh" and "huber" in block.text)
 COMMANDS = SHELL.splitlines()
 
 

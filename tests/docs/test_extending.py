@@ -15,7 +15,7 @@ from headrace.base import plugins
 from headrace.sync.codecs import CODECS
 from headrace.sync.config import TRANSPORTS, Route
 from headrace.testing.sync import CHECKS, Pair, open_pair
-from tests.docs.pages import ROOT, blocks_of
+from tests.docs.pages import ROOT, read_blocks
 
 torch.set_num_threads(1)
 
@@ -23,10 +23,10 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The file of the page, and its entry point, as an installed package would have it."""
-    (block,) = [each for each in blocks_of(ROOT / "docs/extending.md") if each.title == "my_transport.py"]
+    (block,) = [each for each in read_blocks(ROOT / "docs/extending.md") if each.title == "my_transport.py"]
     (tmp_path / block.title).write_text(block.text)
     monkeypatch.syspath_prepend(tmp_path)
-    titled = [each for each in blocks_of(ROOT / "docs/extending.md") if each.title == "pyproject.toml"]
+    titled = [each for each in read_blocks(ROOT / "docs/extending.md") if each.title == "pyproject.toml"]
     (named,) = [each for each in titled if "headrace.transports" in each.text]
     rows = tomllib.loads(named.text)["project"]["entry-points"]
     monkeypatch.setattr(

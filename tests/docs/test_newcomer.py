@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, Block, blocks_of
+from tests.docs.pages import ROOT, Block, read_blocks
 
 PAGE = ROOT / "docs" / "quickstart.md"
 PORT = 8765
@@ -83,7 +83,7 @@ def test_newcomer_gets_from_an_empty_directory_to_a_served_answer(tmp_path: Path
     with socket.socket() as probe:
         if probe.connect_ex(("127.0.0.1", PORT)) == 0:
             pytest.skip(f"something listens on port {PORT} already")
-    walk(blocks_of(PAGE), tmp_path, said := [])
+    walk(read_blocks(PAGE), tmp_path, said := [])
     (evaluated,) = [each for each in said if "avg@2" in each]
     assert "640\n" in said[-1], evaluated
     assert '"text":"640"' in said[-1].replace(" ", "")
@@ -109,7 +109,7 @@ def walk(blocks: list[Block], home: Path, said: list[str]) -> None:
 
 
 def test_every_block_of_the_path_is_a_file_or_is_typed() -> None:
-    path = blocks_of(PAGE)
+    path = read_blocks(PAGE)
     assert [block.language for block in path if not block.title] == ["sh"] * sum(not block.title for block in path)
     assert sum(is_install(block) for block in path) == 1
     written = {block.title for block in path if block.title}

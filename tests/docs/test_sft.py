@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks_of
+from tests.docs.pages import ROOT, read_blocks
 from tests.docs.test_newcomer import done
 
 PAGE = ROOT / "docs" / "sft.md"
@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "sft.md"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_leads_from_rows_to_an_exported_model(tmp_path: Path) -> None:
-    for block in blocks_of(PAGE):
+    for block in read_blocks(PAGE):
         if block.title:
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
         elif block.language == "sh":
@@ -31,5 +31,5 @@ def test_the_page_leads_from_rows_to_an_exported_model(tmp_path: Path) -> None:
 
 
 def test_a_run_file_of_sft_has_under_twenty_lines() -> None:
-    (run_file,) = [block for block in blocks_of(PAGE) if block.title == "sft.toml"]
+    (run_file,) = [block for block in read_blocks(PAGE) if block.title == "sft.toml"]
     assert len(run_file.text.splitlines()) < 20

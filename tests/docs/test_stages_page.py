@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace.base.clock import RealClock
-from tests.docs.pages import ROOT, blocks_of
+from tests.docs.pages import ROOT, read_blocks
 from tests.docs.test_newcomer import PORT, walk
 
 PAGE = ROOT / "docs" / "stages.md"
@@ -24,7 +24,7 @@ def test_the_page_leads_from_a_base_model_to_a_served_one_and_every_stage_solves
             pytest.skip(f"something listens on port {PORT} already")
     clock = RealClock()
     began_s = clock.now()
-    walk([block for block in blocks_of(PAGE) if block.title or block.language == "sh"], tmp_path, said := [])
+    walk([block for block in read_blocks(PAGE) if block.title or block.language == "sh"], tmp_path, said := [])
     assert clock.now() - began_s < 60 * MINUTES
     tree = json.loads((tmp_path / "runs" / "all" / "stages.json").read_text())
     assert [each["name"] for each in tree["results"]] == ["base", "1-sft", "2-dpo", "3-rl"]

@@ -17,7 +17,7 @@ from headrace.flow.layout import make_outline
 LAYERS, EXPERTS = 3, 2
 
 
-def span_of(rng: np.random.Generator, count: int, *, sampled: bool, plain: bool = False) -> Tokens:
+def make_span(rng: np.random.Generator, count: int, *, sampled: bool, plain: bool = False) -> Tokens:
     """Tokens with every column that tokens can have; given ones have ids alone, and ``plain`` ones no rare column."""
     ids_T = rng.integers(0, 90, count).astype(np.int32)
     if not sampled:
@@ -47,13 +47,13 @@ def experts(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 9, (count, LAYERS, EXPERTS)).astype(np.uint8)
 
 
-def episode_of(rng: np.random.Generator, key: EpisodeKey, status: EpisodeStatus, longest: int) -> EpisodeGraph:
+def make_episode(rng: np.random.Generator, key: EpisodeKey, status: EpisodeStatus, longest: int) -> EpisodeGraph:
     """A chain or a tree of turns by several authors, some of which carry no loss. A third of the episodes are chains
     without rare fields, as most are in a run."""
     turns: list[Turn] = []
     if rng.random() < 0.35:
         for index in range(int(rng.integers(1, 5))):
-            span = span_of(rng, int(rng.integers(1, longest)), sampled=index % 2 == 1, plain=True)
+            span = make_span(rng, int(rng.integers(1, longest)), sampled=index % 2 == 1, plain=True)
             author = ["task", "policy", "tool", "critic/1"][index]
             turns.append(Turn(author=author, tokens=span, parent=index - 1 if index else None))
         return EpisodeGraph(key=key, turns=turns, status=status, reward=float(rng.random()))
@@ -63,7 +63,7 @@ def episode_of(rng: np.random.Generator, key: EpisodeKey, status: EpisodeStatus,
         count = int(rng.integers(0 if index > 1 else 1, longest))
         turn = Turn(
             author=["task", "policy", "tool", "critic/1"][index % 4],
-            tokens=span_of(rng, count, sampled=sampled),
+            tokens=make_span(rng, count, sampled=sampled),
             parent=parent,
             stop_reason=StopReason.STOP if sampled else None,
             untrained="cut" if sampled and rng.random() < 0.2 else "",
@@ -87,14 +87,14 @@ def groups_with(seed: int, *, num_groups: int = 5, size: int = 4, longest: int =
         if number == num_groups - 1:
             statuses = [EpisodeStatus.MASKED] * size
         episodes = [
-            episode_of(rng, EpisodeKey(10 + number, place), statuses[which], longest)
+            make_episode(rng, EpisodeKey(10 + number, place), statuses[which], longest)
             for place, which in enumerate(rng.permutation(size).tolist())
         ]
         groups.append(ScoredGroup(number=10 + number, episodes=tuple(episodes)))
     return groups
 
 
-def credit_of(groups: list[ScoredGroup], seed: int) -> list[Credit]:
+def make_credit(groups: list[ScoredGroup], seed: int) -> list[Credit]:
     """Credit for each counted episode: of some as a whole, of others by turn."""
     rng = np.random.default_rng(seed)
     counted = [episode for group in groups for episode in group.counted]
@@ -107,4 +107,4 @@ def credit_of(groups: list[ScoredGroup], seed: int) -> list[Credit]:
 def outline_with(seed: int) -> BatchOutline:
     """The outline of a batch with everything that a batch may have, in memory."""
     groups = groups_with(seed)
-    return make_outline(seed, groups, credit_of(groups, seed), agents=("critic",), oldest_version=1)
+    return make_outline(seed, groups, make_credit(groups, seed), agents=("critic",), oldest_version=1)

@@ -15,7 +15,7 @@ from headrace.base.types.scored import TokenResults, paths
 from headrace.base.types.versions import oldest
 from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.flow.ledger.bundles import GroupBundle, encode_group
-from tests.flow.outlines import credit_of, groups_with, outline_with
+from tests.flow.outlines import groups_with, make_credit, outline_with
 
 CODEC = MessageCodec(learner.Message)
 
@@ -24,7 +24,7 @@ def directly(seed: int, *, agents: tuple[str, ...] = ("critic",)) -> Batch:
     """The batch made from the groups themselves, without an outline."""
     groups = groups_with(seed)
     episodes = [episode for group in groups for episode in group.counted]
-    credited = zip(episodes, credit_of(groups, seed), strict=True)
+    credited = zip(episodes, make_credit(groups, seed), strict=True)
     samples = [paths(episode, credit) for episode, credit in credited if episode.status is EpisodeStatus.SCORED]
     return Batch.collate(seed, [sample for of_episode in samples for sample in of_episode], agents)
 
@@ -76,7 +76,7 @@ def test_a_group_that_cannot_be_read_is_left_out_and_the_others_stay() -> None:
 
 def test_a_batch_whose_episodes_are_all_masked_is_empty() -> None:
     groups = groups_with(0)[-1:]
-    outline = make_outline(0, groups, credit_of(groups, 0))
+    outline = make_outline(0, groups, make_credit(groups, 0))
     assert not outline.groups
     laid_out = lay_out(outline, inline)
     assert not len(laid_out.batch.lengths_S)

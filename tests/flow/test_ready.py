@@ -16,7 +16,7 @@ from headrace.base.types.scored import ScoredGroup
 from headrace.flow import ready as ready_module
 from headrace.flow.layout import inline, lay_out, make_outline
 from headrace.flow.ready import INLINE_TOKENS, ReadyColumns
-from tests.flow.outlines import credit_of, groups_with
+from tests.flow.outlines import groups_with, make_credit
 
 CODEC = MessageCodec(Batch)
 
@@ -30,8 +30,8 @@ def test_the_learner_reads_the_batch_that_was_put_into_files(tmp_path: Path) -> 
     put = [store.put(group) for group in groups]
     assert len(os.listdir(tmp_path)) > 1
     assert all(group.columns is not None for group in put)
-    outline = make_outline(1, put, credit_of(put, 1), agents=("critic",), oldest_version=1)
-    plain = make_outline(1, groups, credit_of(groups, 1), agents=("critic",), oldest_version=1)
+    outline = make_outline(1, put, make_credit(put, 1), agents=("critic",), oldest_version=1)
+    plain = make_outline(1, groups, make_credit(groups, 1), agents=("critic",), oldest_version=1)
     assert len(CODEC.encode(outline)) < len(CODEC.encode(plain)) / 50
     reader = StoreReader(tmp_path)
     laid_out = lay_out(outline, lambda group: reader.part(group.columns))  # type: ignore[arg-type]

@@ -69,6 +69,9 @@ def deep(levels: int) -> str:
         ("@dataclass\nclass C:\n    waited: float", "field"),
         ("class C(msgspec.Struct):\n    step: int | None", "field"),
         ("class P(Protocol):\n    def f(self) -> None: ...", "contract"),
+        ("def rewards_of(episodes): ...", "verb"),
+        ("class C:\n    @classmethod\n    def of(cls): ...", "verb"),
+        ("def f():\n    async def _of(): ...", "verb"),
         ("x = 1  # gate: queue - there is none", "excuse"),
     ],
 )
@@ -105,6 +108,7 @@ def test_rule_finds_its_offence(code: str, rule: str) -> None:
         "@dataclass\nclass C:\n    waited_s: float\n    state: GroupState",
         "class C(Section):\n    weighs: ClassVar[bool] = False",
         'class P(Protocol):\n    def f(self) -> None:\n        """Do f."""',
+        "def get_rewards(): ...\ndef proof(): ...\nlengths_of = lengths_by_row",
         "asyncio.Queue()  # gate: queue - one entry for each of a fixed set of keys",
         "# gate: getattr - adapts foreign objects\nhasattr(x, 'y')\nhasattr(x, 'z')",
     ],
@@ -128,6 +132,12 @@ def test_verb_may_have_many_flags() -> None:
 
 def test_name_of_a_test_must_be_a_sentence() -> None:
     assert found("def test_queue(): ...", "tests/flow/test_queue.py") == ["sentence"]
+
+
+@pytest.mark.parametrize("path", ["lab/fuzz/made_up.py", "tools/gate/made_up.py"])
+def test_function_of_the_developers_is_named_by_a_verb_too(path: str) -> None:
+    assert found("def lengths_of(rows): ...", path) == ["verb"]
+    assert found("def lengths_of(rows): ...", "tests/gate/made_up.py") == []
 
 
 def test_class_needs_a_name_of_its_own_in_the_words_of_the_field() -> None:

@@ -39,7 +39,7 @@ from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import Ranks, SingleRank
 from headrace.wings.view.columns import with_columns
 from tests.base.test_store import flip
-from tests.flow.outlines import credit_of, groups_with
+from tests.flow.outlines import groups_with, make_credit
 from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
 from tests.learner.builders import Setup, tiny
 
@@ -293,7 +293,7 @@ def outline_in(directory: Path, seed: int = 0) -> tuple[BatchOutline, LaidOutBat
     """The outline of a batch whose groups lie in files of their own, with kept-sets and experts in others; and the
     batch as it is without a store."""
     groups, engines = groups_with(seed, longest=200), ColumnStore(directory, "engine-0", file_bytes=20_000)
-    credits = credit_of(groups, seed)
+    credits = make_credit(groups, seed)
     plain = lay_out(make_outline(seed, groups, credits, agents=("critic",), oldest_version=1), inline)
     for turns in (episode.turns for group in groups for episode in group.episodes):
         turns[:] = [

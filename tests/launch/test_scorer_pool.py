@@ -20,7 +20,7 @@ from headrace.launch.clients.pool import MAX_IDLE_DEATHS
 from headrace.launch.hosts import EXIT_REPORTED
 from headrace.launch.local_process import computed_s
 from headrace.rollout.scoring import Scores
-from tests.launch.workers import is_alive, processes_of, running_pool, task
+from tests.launch.workers import find_processes, is_alive, running_pool, task
 
 DEEDS = """
     import os, pathlib, re, signal, subprocess, sys, threading, time
@@ -79,7 +79,7 @@ def test_a_reward_that_hangs_costs_its_own_episode_and_no_other(tmp_path: Path) 
             assert hanging == Scores(rewards=(), failure="reward_timeout: no reward for 1.5 s")
             assert others == [ONE] * 3
             assert first.state == "ended"
-            assert not processes_of(tmp_path / "child")
+            assert not find_processes(tmp_path / "child")
             assert await at.score("slow 0", "shout") == [ONE] * 2  # the replacement serves, whatever is printed
             assert len(at.children) == 2
             assert at.warnings == ["a reward has not returned for 1.5 s: its worker is replaced"]
@@ -233,7 +233,7 @@ def test_what_a_worker_started_does_not_outlive_it(tmp_path: Path) -> None:
         async with running_pool(tmp_path, DEEDS) as at:
             (crashed,) = await at.score("parent")
             assert crashed.failure.startswith("reward_crashed")
-            assert not processes_of(tmp_path / "child")
+            assert not find_processes(tmp_path / "child")
 
     asyncio.run(main())
 

@@ -108,7 +108,7 @@ def task() -> Task:
     return Task(row_index=0, row={"prompt": "p"}, prompt="p", prompt_ids_T=np.zeros(1, np.int32))
 
 
-def processes_of(mark: Path) -> list[int]:
+def find_processes(mark: Path) -> list[int]:
     """The processes that have ``mark`` in their command line and run: their own numbers are those of a namespace."""
     found = psutil.process_iter(["cmdline", "status"])
     return [

@@ -91,10 +91,10 @@ def gradients(learner: LearnerCore) -> dict[str, torch.Tensor]:
     return {name: tensor.grad.clone() for name, tensor in learner.model.named_parameters() if tensor.grad is not None}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
+def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.int32), second[name].view(torch.int32)), name
 
 
 def assert_goes_on(setup: Setup, directory: Path, batches: Sequence[Batch]) -> None:

@@ -69,8 +69,8 @@ def _restored(directory: Path, parallel: dict[str, int], name: str, **more: Any)
     return {"wrong": wrong, "more": sorted(found.keys() - expected.keys()), "curve": _curve(learner, range(2, 7))}
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def _forbid_second_model() -> None:

@@ -23,7 +23,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.config import LoraConfig
 from headrace.models.shape import parse_shape
 from tests.learner.builders import Setup, tiny
-from tests.learner.tracked import Case, allocated_bytes, batch_of, peak_bytes
+from tests.learner.tracked import Case, allocated_bytes, make_batch, peak_bytes
 from tests.models.kinds import tiny as tiny_kind
 
 CATALOGUE = tomllib.loads((files("headrace.wings.plan.catalogue") / "models.toml").read_text(encoding="utf-8"))
@@ -133,7 +133,7 @@ def test_an_adapter_of_70b_on_sixteen_ranks_fits_into_80_gb() -> None:
 def test_a_real_learner_allocates_what_is_estimated(tmp_path: Path) -> None:
     directory = tiny(tmp_path / "model", hidden_size=256, intermediate_size=512)
     learner = Setup(model_dir=directory, config={"tokens_per_microbatch": 1024, "share_prefixes": False}).learner()
-    counted = allocated_bytes(learner, [batch_of(8, 256, step) for step in range(2)])
+    counted = allocated_bytes(learner, [make_batch(8, 256, step) for step in range(2)])
     assert LEAST < replace(learner._memory, longest=256.0).footprint().total_bytes / counted < MOST
 
 

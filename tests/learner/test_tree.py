@@ -13,7 +13,7 @@ from headrace.base.types.recorded import Routing
 from headrace.learner import tree
 from headrace.learner.packing import Cost, MicroBatch, Packing, Unit, plan
 from headrace.learner.tree import PrefixTrees, cut_tree
-from tests.learner.trees import Ids, batch_of, forest, naive_rows, routed_alike
+from tests.learner.trees import Ids, forest, make_batch, naive_rows, routed_alike
 
 
 def lengths_of(batch: Batch) -> np.ndarray:
@@ -43,7 +43,7 @@ def groups_of_seven(count: int, *, alike: bool) -> Batch:
     for _ in range(count):
         prompt, other = draw(256), common if alike else draw(256)
         samples += [((other if member == 3 else prompt) + draw(128), 256) for member in range(7)]
-    return batch_of(samples, np.repeat(np.arange(count), 7).tolist())
+    return make_batch(samples, np.repeat(np.arange(count), 7).tolist())
 
 
 @pytest.mark.parametrize(("count", "alike", "apart", "rows"), [(2, False, 5376, 2816), (3, True, 8064, 3712)])
@@ -62,7 +62,7 @@ def random_tree(seed: int) -> Batch:
         begin = samples[rng.integers(len(samples))] if samples and rng.random() < 0.8 else []
         kept = int(rng.integers(len(begin) + 1))
         samples.append(begin[:kept] + rng.integers(0, alphabet, rng.integers(0 if kept else 1, 9)).tolist())
-    batch = batch_of([(ids, 1) for ids in samples], rng.integers(0, 3, count).tolist())
+    batch = make_batch([(ids, 1) for ids in samples], rng.integers(0, 3, count).tolist())
     return routed_alike(batch, 2, 3, seed) if seed % 2 else batch
 
 
@@ -117,7 +117,7 @@ def test_a_row_stands_for_tokens_with_the_same_ids_experts_and_past(seed):
 
 def test_a_row_is_not_shared_where_one_record_is_missing_or_another_expert_stands():
     ids = [5, 6, 7, 8]
-    batch = batch_of([(ids, 1), (ids, 1), (ids, 1)], [0, 0, 0])
+    batch = make_batch([(ids, 1), (ids, 1), (ids, 1)], [0, 0, 0])
     experts = np.zeros((12, 1, 2), np.uint8) + np.arange(2, dtype=np.uint8)
     experts[4 + 2] = [1, 0]
     known = np.ones(12, bool)
@@ -154,11 +154,11 @@ def test_a_tree_beyond_the_budget_is_cut_where_the_fewest_tokens_are_computed_ag
 
 
 def test_trees_are_cut_for_cache_and_ranks_where_little_is_computed_again():
-    batch = batch_of([([1, *range(2 + 10 * n, 11 + 10 * n)], 1) for n in range(8)], [0] * 8)  # one token in common
+    batch = make_batch([([1, *range(2 + 10 * n, 11 + 10 * n)], 1) for n in range(8)], [0] * 8)  # one token in common
     lengths = lengths_of(batch)
     assert [len(unit.samples) for unit in units_of(batch)] == [8]
     assert max(unit.num_rows(lengths) for unit in units_of(batch, best=30)) <= 36
-    long = batch_of([([*range(100), *range(100 + 10 * n, 110 + 10 * n)], 1) for n in range(8)], [0] * 8)
+    long = make_batch([([*range(100), *range(100 + 10 * n, 110 + 10 * n)], 1) for n in range(8)], [0] * 8)
     assert [len(unit.samples) for unit in units_of(long, best=30)] == [8]
     assert [unit.num_rows(lengths_of(long)) for unit in units_of(long, best=30, ranks=2)] == [150, 130]
     assert [len(unit.samples) for unit in units_of(long, best=30, ranks=8)] == [1] * 8
@@ -168,7 +168,7 @@ def test_trees_are_cut_for_cache_and_ranks_where_little_is_computed_again():
 
 
 def test_samples_that_share_nothing_are_units_of_their_own():
-    batch = batch_of([([n, *range(10)], 1) for n in range(20, 25)], [0] * 5)
+    batch = make_batch([([n, *range(10)], 1) for n in range(20, 25)], [0] * 5)
     units = units_of(batch)
     assert [len(unit.samples) for unit in units] == [1] * 5
     assert MicroBatch.from_units(units, lengths_of(batch)).rows_M is None

@@ -111,7 +111,7 @@ def peak_bytes(case: Case) -> int:
         tracker.track_external(model)
         with tracker:
             learner = _learner(case, ranks, model)
-        batch = batch_of(case.learner.tokens_per_microbatch // case.longest, case.longest)
+        batch = make_batch(case.learner.tokens_per_microbatch // case.longest, case.longest)
         work = _work(batch)
         micro = MicroBatch.whole(batch.lengths_S)
         with tracker:
@@ -196,7 +196,7 @@ def _prompt_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def batch_of(num: int, length: int, step: int = 0) -> Batch:
+def make_batch(num: int, length: int, step: int = 0) -> Batch:
     """Samples of equal length, of one group."""
     total = num * length
     starts_N = np.arange(total) % length == 0

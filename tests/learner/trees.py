@@ -14,7 +14,7 @@ from tests.learner.builders import VOCAB_SIZE
 Ids = list[int]
 
 
-def batch_of(samples: Sequence[tuple[Ids, int]], groups: Sequence[int], seed: int = 0) -> Batch:
+def make_batch(samples: Sequence[tuple[Ids, int]], groups: Sequence[int], seed: int = 0) -> Batch:
     """A batch of ``samples``, each with its ids and the number of its first tokens that carry no loss."""
     rng = np.random.default_rng(seed)
     lengths = np.array([len(ids) for ids, _ in samples], np.int32)
@@ -51,7 +51,7 @@ def forest(seed: int = 0) -> Batch:
     samples += [(prompt + draw(5), 9), (other + draw(6), 8), (prompt + draw(3), 9), (prompt + draw(8), 7)]
     samples += [(other + draw(2), 8), samples[-1], (draw(5), 2)]
     order = rng.permutation(len(samples))
-    return batch_of([samples[place] for place in order], [place // 5 for place in range(len(samples))])
+    return make_batch([samples[place] for place in order], [place // 5 for place in range(len(samples))])
 
 
 def routed_alike(batch: Batch, num_layers: int, num_experts: int, seed: int = 0) -> Batch:

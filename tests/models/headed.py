@@ -55,9 +55,9 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Headed:
     """The directory of a model of a kind with a head, made once."""
     done: dict[tuple[str, bool], Path] = {}
 
-    def of(kind: str, *, trained: bool = False) -> Path:
+    def make(kind: str, *, trained: bool = False) -> Path:
         if (kind, trained) not in done:
             done[kind, trained] = made(tmp_path_factory.mktemp(kind) / "model", kind, trained=trained)
         return done[kind, trained]
 
-    return of
+    return make

@@ -87,7 +87,7 @@ def build(kind: str, dtype: torch.dtype = torch.float32, **extra: Any) -> Any:
     return model
 
 
-def routed_of(model: nn.Module) -> RoutedModel:
+def find_routed(model: nn.Module) -> RoutedModel:
     routed = find_routing(model)
     assert routed is not None
     return routed

@@ -19,7 +19,7 @@ from headrace.models.gpus import VARIABLE, VisibleGpus
 from headrace.run.session.config import load_config, make_recorded_settings
 from headrace.run.session.directory import CONFIG_FILE, read_settings, write_sealed
 from headrace.run.session.engine_fit import refuse_unsupported
-from headrace.wings.cluster.ray.fit import devices_of
+from headrace.wings.cluster.ray.fit import choose_ray_devices
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address
 from headrace.wings.servers.sglang import command as sglang
@@ -134,7 +134,7 @@ def test_ray_gives_a_gang_all_of_its_gpus() -> None:
         "env": {"reward": "r.py:f"},
     }
     config = load_config(base)
-    assert devices_of(config.launch, 2, 1).engines == ("cuda:0,1,2,3",) * 2
+    assert choose_ray_devices(config.launch, 2, 1).engines == ("cuda:0,1,2,3",) * 2
     for role, amount, words in (("engine", 2, "engine.tensor x engine.pipeline is 4"), ("learner", 2, "each rank")):
         with pytest.raises(ConfigError, match=words) as raised:
             load_config(base, [f"launch.ray.{role}.gpus={amount}"])

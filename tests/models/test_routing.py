@@ -18,7 +18,7 @@ from headrace.models.attention import PLAN, PackedPlan, forward
 from headrace.models.mixtures import routes
 from headrace.models.routing import RoutingRecorder, RoutingReplay, find_routing
 from tests.models.families import family
-from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, gates, perturb, routed_of
+from tests.models.routed import FAMILIES, HIDDEN, LAYERS, VOCAB, all_known, build, choose, find_routed, gates, perturb
 from tools.families.tiny import write_model
 
 QUICK = (
@@ -54,7 +54,7 @@ class Moe:
     def __init__(self, kind: str, **settings: Any) -> None:
         self.kind = kind
         self.model = build(kind, **settings)
-        self.routed = routed_of(self.model)
+        self.routed = find_routed(self.model)
         self.recorder = RoutingRecorder(self.routed)
         self.replay = RoutingReplay(self.routed)
         self.recorder.on = True
@@ -295,7 +295,7 @@ def test_more_than_256_experts_are_recorded_in_two_bytes() -> None:
 
 
 def test_layers_without_experts_are_not_counted() -> None:
-    routed = routed_of(build("qwen3_moe", mlp_only_layers=[1]))
+    routed = find_routed(build("qwen3_moe", mlp_only_layers=[1]))
     assert routed.num_layers == 2
     assert (routed.top_k, routed.num_experts) == (2, 8)
 
@@ -354,7 +354,7 @@ def test_formula_of_an_unknown_family_is_found_by_what_its_router_computes() -> 
     model = build("qwen3_moe")
     for layer in model.model.layers:
         layer.mlp.gate = HalfRouter(model.config)
-    known = routed_of(model).known
+    known = find_routed(model).known
     assert (known.top_k, known.num_experts, known.gives_logits, known.chooses_by_logits) == (2, 8, True, True)
     router, logits_NE = model.model.layers[0].mlp.gate, torch.randn(9, 8)
     experts_NK = torch.randint(0, 8, (9, 2))
@@ -375,7 +375,7 @@ def test_every_family_replays_its_own_experts_bit_for_bit_and_others_where_they_
     path = str(write_model(tmp_path / "model", kind) if kind != "gemma4_moe" else family(tmp_path / "model", kind))
     model = load_model(ModelConfig(path=path))
     assert routes(model.config)
-    routed = routed_of(model)
+    routed = find_routed(model)
     if kind in QUICK:
         assert routed.known.chooses_by_logits == (kind in {"gemma4_moe", "jamba", "llama4_text", "qwen3_5_moe_text"})
         assert routed.known.gives_logits == (kind != "gemma4_moe")
@@ -415,11 +415,11 @@ def test_every_family_replays_its_own_experts_bit_for_bit_and_others_where_they_
 def test_wrapping_the_model_leaves_its_routing_where_it_is() -> None:
     model = build("qwen3_moe")
     wrapped = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": model})})
-    expected = routed_of(model)
-    assert routed_of(wrapped) == expected
+    expected = find_routed(model)
+    assert find_routed(wrapped) == expected
     router = expected.layers[1].router
     router.__class__ = type("FSDPRouter", (type(router),), {})  # what fully_shard does to a module
-    assert routed_of(wrapped) == expected
+    assert find_routed(wrapped) == expected
 
 
 def test_recorder_takes_each_pass_once_and_only_when_on() -> None:

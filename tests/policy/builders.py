@@ -62,22 +62,22 @@ def numbers_for(groups: list[list[Sample]], seed: int = 1) -> list[list[float]]:
     return [rng.normal(size=len(group)).tolist() for group in groups]
 
 
-def model_of(policy: Policy) -> torch.nn.Module:
+def get_model(policy: Policy) -> torch.nn.Module:
     return policy._learner.model
 
 
 def weights(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model_of(policy).named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in get_model(policy).named_parameters()}
 
 
 def gradients(policy: Policy) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in model_of(policy).named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in get_model(policy).named_parameters() if p.grad is not None}
 
 
-def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor.view(torch.int32), other[name].view(torch.int32)), name
+def assert_same_bits(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.int32), second[name].view(torch.int32)), name
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

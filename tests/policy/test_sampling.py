@@ -14,7 +14,7 @@ from headrace.base.types.episode import StopReason
 from headrace.models.weights import correction_biases
 from headrace.policy import Interrupt, Policy, Sample, Tokens
 from tests.learner.test_parallel import KINDS
-from tests.policy.builders import gradients, load, made_up, model_of, numbers_for, opened, tiny
+from tests.policy.builders import get_model, gradients, load, made_up, numbers_for, opened, tiny
 
 
 def move(policy: Policy) -> None:
@@ -386,7 +386,7 @@ def test_engine_chooses_experts_by_the_biases_that_the_learner_has_moved(tmp_pat
     policy = load(directory, lr=1e-4, learner={"mixture": {"bias_rate": 0.5}})
     sample = opened(policy, ask)
     found = logprobs_by_transformers(policy, sample)
-    for bias in correction_biases(model_of(policy)).values():
+    for bias in correction_biases(get_model(policy)).values():
         bias.zero_()
     unmoved = logprobs_by_transformers(policy, sample)
     np.testing.assert_allclose(sample.tokens.logprobs_T, found, atol=2e-5)
@@ -396,7 +396,7 @@ def test_engine_chooses_experts_by_the_biases_that_the_learner_has_moved(tmp_pat
 @torch.no_grad()
 def logprobs_by_transformers(policy: Policy, sample: Sample) -> np.ndarray:
     ids = torch.from_numpy(sample.full.ids_T.astype(np.int64))
-    model = model_of(policy)
+    model = get_model(policy)
     model.set_attn_implementation("sdpa")
     log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
     return log_p[:-1].gather(1, ids[1:, None])[-len(sample.tokens) :, 0].numpy()

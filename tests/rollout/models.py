@@ -81,7 +81,7 @@ def conversations(
     return Conversations(speaker, limits or EpisodeLimits(), chat=chat, seed=7, note=note)
 
 
-def text_of(talk: Conversations, path: Sequence[int]) -> str:
+def render_text(talk: Conversations, path: Sequence[int]) -> str:
     """What the model has read and said on a path."""
     ids = [token for index in path for token in talk.turns[index].tokens.ids_T.tolist()]
     return str(tokenizer().decode(ids))

@@ -14,7 +14,7 @@ from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
 from headrace.base.types.episode import EpisodeGraph, StopReason
 from headrace.base.types.scored import paths
 from headrace.rollout import Conversations, EpisodeLimits
-from tests.rollout.models import conversations, text_of, tokenizer
+from tests.rollout.models import conversations, render_text, tokenizer
 
 ADD = Tool(name="add", description="Adds.", parameters={"type": "object"})
 
@@ -33,7 +33,7 @@ def ask(talk: Conversations, *messages: Message, tools: tuple[Tool, ...] = (), *
 
 def leaf_texts(talk: Conversations) -> list[str]:
     episode = EpisodeGraph(key=talk.key, turns=talk.turns)
-    return [text_of(talk, episode.path(leaf)) for leaf in episode.leaves()]
+    return [render_text(talk, episode.path(leaf)) for leaf in episode.leaves()]
 
 
 def test_a_conversation_that_goes_on_is_one_path_with_what_the_template_adds_in_between() -> None:
@@ -74,7 +74,7 @@ def test_an_edited_answer_begins_a_branch_where_the_conversations_part() -> None
     ask(talk, user("a"), one.message, user("b"), said("no, this"), user("c"))
     assert [turn.parent for turn in talk.turns] == [None, 0, 1, 2, 1, 4]
     assert two.turn == 3
-    assert "no, this" in text_of(talk, [4])
+    assert "no, this" in render_text(talk, [4])
     ask(talk, user("a"), said("no, that"), user("b"))
     assert talk.turns[6].parent is None
 
@@ -132,7 +132,7 @@ def test_a_call_spelled_otherwise_is_the_same_call_and_its_tokens_stay() -> None
     answer = Message(role="tool", content="3", tool_call_id=call.id, name="add")
     ask(talk, user("a"), again, answer, tools=(ADD,))
     assert [turn.author for turn in talk.turns] == ["task", "policy", "tool", "policy"]
-    assert "<tool_call>" not in text_of(talk, [2])
+    assert "<tool_call>" not in render_text(talk, [2])
 
 
 def test_reasoning_is_kept_apart_and_may_be_left_out_of_the_history() -> None:
@@ -167,10 +167,10 @@ def test_a_model_whose_template_knows_no_tools_is_told_in_words_and_answers_in_j
     )
     talk = conversations(lambda text: '{"name": "add", "arguments": {"a": 1}}', template=template)
     reply = ask(talk, user("a"), tools=(ADD,))
-    assert '"name": "add"' in text_of(talk, [0])
+    assert '"name": "add"' in render_text(talk, [0])
     assert [call.arguments for call in reply.message.tool_calls] == ['{"a": 1}']
     ask(talk, user("a"), reply.message, Message(role="tool", content="3", name="add"), tools=(ADD,))
-    assert "Answer of add: 3" in text_of(talk, [2])
+    assert "Answer of add: 3" in render_text(talk, [2])
 
 
 def test_stop_strings_end_the_content_and_are_told() -> None:
@@ -207,7 +207,7 @@ def test_a_conversation_that_ends_with_an_answer_is_answered_once_more() -> None
     talk = conversations(lambda text: "ok")
     first = ask(talk, user("a"))
     ask(talk, user("a"), first.message)
-    assert text_of(talk, [0, 1, 2]).endswith("ok<|im_end|>\n<|im_start|>assistant\n")
+    assert render_text(talk, [0, 1, 2]).endswith("ok<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_questions_at_once_share_the_token_budget() -> None:
@@ -283,7 +283,7 @@ def test_a_template_that_wants_a_call_before_its_answer_is_served() -> None:
     first = ask(talk, user("a"), tools=(ADD,))
     tool = Message(role="tool", content="3", tool_call_id=first.message.tool_calls[0].id)
     ask(talk, user("a"), first.message, tool, tools=(ADD,))
-    assert text_of(talk, [2]) == "[tool]3"
+    assert render_text(talk, [2]) == "[tool]3"
 
 
 def test_tokens_continue_what_they_begin_with() -> None:
@@ -341,7 +341,7 @@ def test_any_tree_of_conversations_reads_as_rendered_and_trains_every_sampled_to
         plain = [{"role": m.role, "content": m.content} for m in sent]
         whole = tokenizer().apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
         path = EpisodeGraph(key=talk.key, turns=talk.turns).path(reply.turn)
-        assert text_of(talk, path[:-1]) == whole  # the reference: the whole conversation as text
+        assert render_text(talk, path[:-1]) == whole  # the reference: the whole conversation as text
         assert len(talk.turns) - before <= 2
     episode = EpisodeGraph(key=talk.key, turns=talk.turns)
     trained: list[tuple[float, int]] = []

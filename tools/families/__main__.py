@@ -48,9 +48,9 @@ def main() -> None:
 
 
 def refusal_row(kind: str) -> dict[str, str]:
-    """Return the row of an architecture that is refused by its default settings; empty for others."""
-    with tempfile.TemporaryDirectory() as place:
-        reason = settings_refusal(kind, Path(place))
+    """Return the row of the architecture ``kind`` if its default settings are refused; else an empty row."""
+    with tempfile.TemporaryDirectory() as directory:
+        reason = settings_refusal(kind, Path(directory))
     return {"verdict": "refused", "reason": reason} if reason else {}
 
 
@@ -73,12 +73,12 @@ def try_in_process(kind: str) -> dict[str, str]:
 
 
 def _try(kind: str, send: multiprocessing.connection.Connection) -> None:
-    from tools.families.page import row_of
+    from tools.families.page import make_row
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as place:
-        send.send(row_of(kind, Path(place) / kind))
+    with tempfile.TemporaryDirectory() as directory:
+        send.send(make_row(kind, Path(directory) / kind))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ class Row:
     """The result for one architecture."""
 
     verdict: str
-    """``works``, ``refused``, ``fails``, or ``not tried`` where no tiny model could be made."""
+    """``works``, ``refused``, ``fails``, or ``not tried`` if no tiny model could be made."""
     reason: str = ""
     """Why it does not work; for one that works, its limits."""
     gap: str = ""
@@ -34,7 +34,7 @@ def list_kinds() -> list[str]:
     return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES})
 
 
-def row_of(kind: str, directory: Path) -> dict[str, str]:
+def make_row(kind: str, directory: Path) -> dict[str, str]:
     """Make a tiny model of ``kind`` in ``directory``, check it, and return its row."""
     import torch
     from transformers.utils import logging
@@ -52,13 +52,14 @@ def row_of(kind: str, directory: Path) -> dict[str, str]:
         report = check_model(str(directory), longest=LONGEST, whole=False)
     except Exception as error:  # noqa: BLE001 - as above
         return {"verdict": "fails", "reason": _short(f"{type(error).__name__}: {error}")}
-    gaps = [each.gap for each in report.findings if each.gap is not None and each.part != "pack"]
+    gaps = [finding.gap for finding in report.findings if finding.gap is not None and finding.part != "pack"]
     reason = _short(report.reason.replace(str(directory), "DIR")) or limits(str(directory), report.facts)
     return {"verdict": report.verdict, "reason": reason, "gap": f"{max(gaps):.0e}" if gaps else ""}
 
 
 def settings_refusal(kind: str, directory: Path) -> str:
-    """Return why the default settings of ``kind`` are refused; empty if they are not."""
+    """Return why the default settings of ``kind`` are refused; empty if they are not. Files are written into
+    ``directory``."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from headrace.base.errors import ModelError
@@ -76,28 +77,28 @@ def settings_refusal(kind: str, directory: Path) -> str:
 
 
 def limits(path: str, facts: Mapping[str, str]) -> str:
-    """Return the limits of a model that works, in words."""
+    """Return the limits of the model in ``path``, which works, in words. ``facts`` are the results of its check."""
     from headrace.base.errors import ModelError
     from headrace.models.mixtures import is_mixture, routes
     from headrace.models.rope import BY_LENGTH, rope_types
     from headrace.models.settings import read_config, read_whole_config
 
-    config, found = read_config(path), []
+    config, limitations = read_config(path), []
     if type(read_whole_config(path)) is not type(config):
-        found.append(f"text only ({config.model_type}); one learner rank")
+        limitations.append(f"text only ({config.model_type}); one learner rank")
     try:
         if routes(config):
-            found.append("routing is replayed")
+            limitations.append("routing is replayed")
     except ModelError:
         if is_mixture(config):
-            found.append("routing is not replayed")
+            limitations.append("routing is not replayed")
     if any(kind in BY_LENGTH for kind, _ in rope_types(config)):
-        found.append("up to the original context")
+        limitations.append("up to the original context")
     if not hasattr(type(config)(), "max_position_embeddings"):
-        found.append("config.json must say max_position_embeddings")
+        limitations.append("config.json must say max_position_embeddings")
     if "deterministic" in facts.get("kernels", ""):
-        found.append(facts["kernels"])
-    return "; ".join(found)
+        limitations.append(facts["kernels"])
+    return "; ".join(limitations)
 
 
 MIXTURES = """
@@ -128,7 +129,7 @@ bias_rate = 0.001          # for routers that choose by a bias (DeepSeek-V3): ho
 The losses are of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks together;
 the choices that count are the replayed ones. `balance_coef` is for families for which transformers defines the loss
 (Mixtral, Qwen 2 to 3.5, OLMoE, gpt-oss, Granite, Ernie 4.5, Laguna, MiniMax-M2, ...); where a router chooses by a bias
-as well, the loss counts the experts of its greatest logits, as transformers does. `bias_rate` is for families with a
+as well, the loss counts the experts of its largest logits, as transformers does. `bias_rate` is for families with a
 correction bias of their own (DeepSeek-V3, GLM-4.5, Ernie 4.5, Laguna, ...): after each update, the bias of an expert
 that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are part
 of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by name,
@@ -141,7 +142,7 @@ their coefficients, and `expert_bias_spread` how far the biases have moved apart
 
 
 def page(rows: Mapping[str, Row]) -> str:
-    """Return the text of docs/models.md."""
+    """Return the text of docs/models.md, with ``rows`` by architecture."""
     from importlib.metadata import version
 
     works = [kind for kind, row in rows.items() if row.verdict == "works"]

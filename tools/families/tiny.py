@@ -157,7 +157,7 @@ _VISION = {
 }
 
 
-def settings_of(kind: str) -> dict[str, Any]:
+def make_settings(kind: str) -> dict[str, Any]:
     """Return small settings for the model type ``kind``, under the names that its config class has."""
     drawn = CONFIG_MAPPING[kind]()
     drawn.allow_global_per_layer_attribute_access = True  # for a look at the defaults
@@ -179,10 +179,10 @@ def write_model(directory: Path, kind: str) -> Path:
     drawn = config_class()
     text = drawn.get_text_config(decoder=True)
     if text is drawn or "text_config" not in drawn.sub_configs:
-        config = config_class(**settings_of(kind))
+        config = config_class(**make_settings(kind))
         chosen = causal_class(config)
     else:
-        parts: dict[str, Any] = {"text_config": {"model_type": text.model_type, **settings_of(text.model_type)}}
+        parts: dict[str, Any] = {"text_config": {"model_type": text.model_type, **make_settings(text.model_type)}}
         for name in drawn.sub_configs:
             part = getattr(drawn, name, None)
             if name != "text_config" and part is not None:

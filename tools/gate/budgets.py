@@ -22,26 +22,27 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def budgets(source: Source) -> Iterator[Finding]:
-    """Yield findings of the rules ``file``, ``function``, ``parameters`` and ``nesting``; the hard limits cannot be
-    excused."""
+    """Yield findings of the rules ``file``, ``function``, ``parameters`` and ``nesting`` in ``source``; the hard limits
+    cannot be excused."""
     num_lines = len(source.text.splitlines())
     if num_lines > FILE_LINES:
         yield source.find(
             "file", 1, f"{num_lines} lines, {FILE_LINES} are allowed: split it", hard=num_lines > FILE_LINES_HARD
         )
     for function in source.functions:
-        yield from _function(source, function)
+        yield from _check_function(source, function)
 
 
-def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
+def _check_function(source: Source, function: FunctionNode) -> Iterator[Finding]:
+    """Yield findings of the rules ``function``, ``parameters`` and ``nesting`` for one ``function`` of ``source``."""
     num_lines = length(function)
     if num_lines > FUNCTION_LINES:
         text = f"{function.name} has {num_lines} lines, {FUNCTION_LINES} are allowed: split it"
         yield source.find("function", function, text, hard=num_lines > FUNCTION_LINES_HARD)
     count = num_parameters(function)
     # the parameters of a command are its flags, which users write by name
-    of_verbs = source.path.startswith("src/headrace/run/cli/") or source.path.endswith("/verb.py")
-    is_verb = of_verbs and not function.name.startswith("_")
+    has_verbs = source.path.startswith("src/headrace/run/cli/") or source.path.endswith("/verb.py")
+    is_verb = has_verbs and not function.name.startswith("_")
     if count > PARAMETERS and not is_verb:
         text = f"{function.name} has {count} positional parameters, {PARAMETERS} are allowed: make some keyword-only"
         yield source.find("parameters", function, text)
@@ -52,7 +53,7 @@ def _function(source: Source, function: FunctionNode) -> Iterator[Finding]:
 
 
 def length(function: FunctionNode) -> int:
-    """Return the number of lines from ``def`` to the end, without the docstring."""
+    """Return the number of lines of ``function`` from ``def`` to its end, without the docstring."""
     end = function.end_lineno or function.lineno
     first = function.body[0]
     has_docstring = ast.get_docstring(function, clean=False) is not None
@@ -61,14 +62,15 @@ def length(function: FunctionNode) -> int:
 
 
 def num_parameters(function: FunctionNode) -> int:
-    """Return the number of positional parameters besides ``self`` and ``cls``."""
+    """Return the number of positional parameters of ``function`` besides ``self`` and ``cls``."""
     args = function.args
     named = [arg.arg for arg in (*args.posonlyargs, *args.args, args.vararg) if arg]
     return len(named) - (named[:1] in (["self"], ["cls"]))
 
 
 def nesting(body: list[ast.stmt]) -> int:
-    """Return the depth of nested blocks; ``elif`` adds nothing, and nested functions are counted separately."""
+    """Return the depth of nested blocks in the statements ``body``; ``elif`` adds nothing, and nested functions are
+    counted separately."""
     return max((_depth(statement) for statement in body), default=0)
 
 

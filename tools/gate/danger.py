@@ -24,10 +24,10 @@ _SWITCHES = {"trust_remote_code": False, "allow_pickle": False, "shell": False, 
 
 def danger(source: Source) -> Iterator[Finding]:
     """Yield findings of the rules ``code`` (a module or call that executes data) and ``remote-code`` (a keyword that
-    allows it)."""
+    allows it) in ``source``."""
     for name, call in source.calls:
         for keyword in call.keywords:
-            if keyword.arg in _SWITCHES and not _is(keyword.value, _SWITCHES[keyword.arg]):
+            if keyword.arg in _SWITCHES and not _is_constant(keyword.value, _SWITCHES[keyword.arg]):
                 text = f"{keyword.arg} may only be {_SWITCHES[keyword.arg]}: what is read is never run"
                 yield source.find("remote-code", call, text, hard=True)
         if source.package and (name in _CALLS or name.rpartition(".")[2] == "create_subprocess_shell"):
@@ -38,5 +38,5 @@ def danger(source: Source) -> Iterator[Finding]:
                 yield source.find("code", node, f"{module} runs what it reads: msgspec or safetensors")
 
 
-def _is(value: ast.expr, allowed: bool) -> bool:
+def _is_constant(value: ast.expr, allowed: bool) -> bool:
     return isinstance(value, ast.Constant) and value.value is allowed

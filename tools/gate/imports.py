@@ -28,7 +28,8 @@ WITHOUT_TORCH = frozenset({"base", "flow"})
 
 
 def imports(source: Source) -> Iterator[Finding]:
-    """Yield findings of the rule ``import``: a package imports only earlier packages, also within functions."""
+    """Yield findings of the rule ``import`` in ``source``: a package imports only earlier packages, also within
+    functions."""
     if not source.package:
         return
     if source.package not in PACKAGES:
@@ -61,8 +62,8 @@ def _direction(source: Source, node: ast.stmt, target: str) -> Iterator[Finding]
 
 
 def circles(root: Path) -> list[Finding]:
-    """Return findings of the rule ``circle``: no modules import one another in a circle, also not by imports within
-    functions or for type checkers."""
+    """Return findings of the rule ``circle`` in the repository at ``root``: no modules import one another in a circle,
+    also not by imports within functions or for type checkers."""
     tree = Tree(root)
     paths = {module.name: str(module.path) for module in tree.modules}
     return [
@@ -77,7 +78,8 @@ def circles(root: Path) -> list[Finding]:
 
 
 def imported_modules(source: Source) -> Iterator[tuple[ast.stmt, str]]:
-    """Yield every import statement with the full dotted name that it imports; relative imports are resolved."""
+    """Yield every import statement of ``source`` with the full dotted name that it imports; relative imports are
+    resolved."""
     package = Path(source.path).with_suffix("").parts[1:-1]
     for node in source.nodes:
         if isinstance(node, ast.Import):
@@ -89,15 +91,16 @@ def imported_modules(source: Source) -> Iterator[tuple[ast.stmt, str]]:
 
 
 def optional_packages(pyproject: str) -> frozenset[str]:
-    """Return the import names of the packages that only extras install, without the extra for developers."""
+    """Return the import names of the packages that only extras install, without the extra for developers. ``pyproject``
+    is the text of pyproject.toml."""
     extras = tomllib.loads(pyproject)["project"].get("optional-dependencies", {})
     names = [need for extra, needs in extras.items() if extra != "dev" for need in needs]
     return frozenset(re.split(r"[^A-Za-z0-9_-]", name)[0].replace("-", "_") for name in names) - {"headrace"}
 
 
 def optional_imports(sources: Iterable[Source], packages: frozenset[str]) -> list[Finding]:
-    """Return findings of the rule ``optional``: each of ``packages`` is imported in one file only, and within a
-    function."""
+    """Return findings of the rule ``optional`` in ``sources``: each of ``packages`` is imported in one file only, and
+    within a function."""
     homes: dict[str, list[tuple[Source, ast.stmt]]] = defaultdict(list)
     findings: list[Finding] = []
     for source in sources:

@@ -16,7 +16,8 @@ _NOQA = re.compile(r"#\s*noqa\b(?P<codes>:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*
 
 
 def owners(source: Source) -> Iterator[Finding]:
-    """Yield findings of the rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason``."""
+    """Yield findings of the rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason`` in
+    ``source``."""
     is_library = source.path.startswith("src/")
     groups = _task_groups(source.nodes) if is_library else frozenset()
     for name, call in source.calls:
@@ -45,15 +46,15 @@ def _library(source: Source, name: str, call: ast.Call, groups: frozenset[str]) 
 
 
 def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    """Return ``NAME.create_task`` for every name that is opened, assigned or annotated as a task group."""
+    """Return ``NAME.create_task`` for every name that is opened, assigned or annotated as a task group in ``nodes``."""
     names: set[str] = set()
     for node in nodes:
         match node:
-            case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as target):
-                names |= {dotted_name(target)} if _is_group(made) else set()
-            case ast.Assign(targets=[target], value=ast.Call(func=made)):
-                names |= {dotted_name(target)} if _is_group(made) else set()
-            case ast.Assign(targets=[target], value=ast.Name(id=held)) if held in names:
+            case ast.withitem(context_expr=ast.Call(func=function), optional_vars=ast.expr() as target):
+                names |= {dotted_name(target)} if _is_group(function) else set()
+            case ast.Assign(targets=[target], value=ast.Call(func=function)):
+                names |= {dotted_name(target)} if _is_group(function) else set()
+            case ast.Assign(targets=[target], value=ast.Name(id=source)) if source in names:
                 names.add(dotted_name(target))
             case ast.AnnAssign(target=target, annotation=annotation) if _mentions_group(annotation):
                 names |= {dotted_name(target), f"self.{dotted_name(target)}"}
@@ -63,8 +64,8 @@ def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
     return frozenset(f"{name}.create_task" for name in names)
 
 
-def _is_group(made: ast.expr) -> bool:
-    return dotted_name(made).rpartition(".")[2] == "TaskGroup"
+def _is_group(function: ast.expr) -> bool:
+    return dotted_name(function).rpartition(".")[2] == "TaskGroup"
 
 
 def _mentions_group(annotation: ast.expr) -> bool:

@@ -51,19 +51,19 @@ class Source:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Return the syntax tree."""
+        """The syntax tree."""
         return ast.parse(self.text, self.path)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """Return every node of the syntax tree, level by level. Rules look at this list: a walk of their own through
-        the tree takes many times as long."""
+        """Every node of the syntax tree, level by level. Rules look at this list: a walk of their own through the tree
+        takes many times as long."""
         return list(ast.walk(self.tree))
 
     @cached_property
     def comments(self) -> list[tuple[int, int, str]]:
-        """Return line, column and text of every comment, or nothing for a file in which no comment is a directive to
-        a tool: to read its tokens would take as long as all rules together."""
+        """Line, column and text of every comment, or nothing for a file in which no comment is a directive to a tool:
+        to read its tokens would take as long as all rules together."""
         if not _DIRECTIVE.search(self.text):
             return []
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
@@ -71,23 +71,23 @@ class Source:
 
     @cached_property
     def functions(self) -> list[FunctionNode]:
-        """Return every function and method, nested ones included."""
+        """Every function and method, nested ones included."""
         return [node for node in self.nodes if isinstance(node, FunctionNode)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """Return every class, nested ones included."""
+        """Every class, nested ones included."""
         return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
-        """Return every call with the dotted name of the called function, which is empty if it has none."""
+        """Every call with the dotted name of the called function, which is empty if it has none."""
         return [(dotted_name(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
     @cached_property
     def package(self) -> str:
-        """Return the top-level package of the library that the file belongs to; ``headrace`` for the package itself,
-        empty for files outside of it."""
+        """The top-level package of the library that the file belongs to; ``headrace`` for the package itself, empty for
+        files outside of it."""
         parts = Path(self.path).with_suffix("").parts
         if parts[:2] != ("src", "headrace"):
             return ""
@@ -100,7 +100,8 @@ class Source:
                 yield Excuse(rule=match["rule"], line=line, whole_file=column == 0)
 
     def find(self, rule: str, node: ast.AST | int, text: str, *, hard: bool = False) -> Finding:
-        """Return a finding at ``node``, which may be a line number."""
+        """Return a finding of ``rule`` with this ``text`` at ``node``, which may be a line number; ``hard`` findings
+        cannot be excused."""
         line = node if isinstance(node, int) else int(getattr(node, "lineno", 1))
         return Finding(rule=rule, path=self.path, line=line, text=text, hard=hard)
 
@@ -115,25 +116,25 @@ def read_sources(root: Path, *folders: str) -> list[Source]:
 
 
 def excuse(source: Source, findings: Iterable[Finding]) -> list[Finding]:
-    """Return ``findings`` without the excused ones, and a finding for every unused excuse."""
+    """Return ``findings`` in ``source`` without the excused ones, and a finding for every unused excuse."""
     excuses = list(source.excuses())
     used: set[Excuse] = set()
     kept: list[Finding] = []
     for finding in findings:
-        fitting = {
+        matching = {
             e
             for e in excuses
             if e.rule == finding.rule and (e.whole_file or finding.line == e.line) and not finding.hard
         }
-        used |= fitting
-        if not fitting:
+        used |= matching
+        if not matching:
             kept.append(finding)
     kept += [source.find("excuse", e.line, f"excuses no {e.rule!r}: remove it") for e in excuses if e not in used]
     return sorted(kept, key=lambda finding: finding.line)
 
 
 def dotted_name(node: ast.expr) -> str:
-    """Return ``a.b.c`` for an expression of that form, and an empty text for any other."""
+    """Return ``a.b.c`` if the expression ``node`` has this form, and an empty text for any other."""
     match node:
         case ast.Name(id=name):
             return name

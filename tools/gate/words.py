@@ -1,4 +1,4 @@
-"""The rules on names and docstrings: of the fields of records, the methods of protocols, test functions and classes."""
+"""The rules on names and docstrings: of the fields of records, the methods of protocols, functions and classes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NOT_OURS = frozenset({
 
 
 def unique_classes(sources: Iterable[Source]) -> list[Finding]:
-    """Return findings of the rules ``unique`` (each class name is used once) and ``word`` (no class name of
-    :data:`NOT_OURS`)."""
+    """Return findings in ``sources`` of the rules ``unique`` (each class name is used once) and ``word`` (no class name
+    of :data:`NOT_OURS`)."""
     places: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
     for source in sources:
         for cls in source.classes:
@@ -48,9 +48,11 @@ def unique_classes(sources: Iterable[Source]) -> list[Finding]:
 
 
 def words(source: Source) -> Iterator[Finding]:
-    """Yield findings of the rules ``field``, ``contract`` and ``sentence``."""
+    """Yield findings of the rules ``field``, ``contract``, ``sentence`` and ``verb`` in ``source``."""
     if source.path.startswith("tests/"):
         yield from _sentences(source)
+    if source.package or source.path.startswith(("lab/", "tools/")):
+        yield from _verbs(source)
     if source.package:
         for cls in source.classes:
             yield from _fields(source, cls)
@@ -63,31 +65,39 @@ def _sentences(source: Source) -> Iterator[Finding]:
             yield source.find("sentence", function, f"{function.name} is no sentence: say what holds")
 
 
+def _verbs(source: Source) -> Iterator[Finding]:
+    """Yield a finding for each function of ``source`` whose name is ``of`` or ends in ``_of``, which is not a verb."""
+    for function in source.functions:
+        if function.name == "of" or function.name.endswith("_of"):
+            text = f"{function.name} does not say what it does: name it by a verb, as get_, find_, make_ or from_"
+            yield source.find("verb", function, text)
+
+
 def _fields(source: Source, cls: ast.ClassDef) -> Iterator[Finding]:
-    """Yield a finding for each setting without a docstring, and for each field of another record whose meaning follows
-    neither from its name nor its type, or whose ``None`` is not explained."""
+    """Yield a finding for each setting of ``cls`` without a docstring, or if ``cls`` is another record, for each field
+    whose meaning follows neither from its name nor its type, or whose ``None`` is not explained."""
     is_section = any(_last(base).endswith(("Section", "Config")) for base in cls.bases)
     if not is_section and (cls.name.startswith("_") or not _is_record(cls)):
         return
-    said = ast.get_docstring(cls) or ""
+    docstring = ast.get_docstring(cls) or ""
     for field, after in zip(cls.body, [*cls.body[1:], None], strict=True):
         if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
             continue
         if _last(field.annotation) == "ClassVar":
             continue
         name = field.target.id
-        needs = name != "kind" if is_section else _is_open(name, field.annotation, said)
+        needs = name != "kind" if is_section else _is_open(name, field.annotation, docstring)
         if needs and not name.startswith("_") and not _is_string(after):
             yield source.find("field", field, f"{cls.name}.{name} has no docstring: unit, shape, what None means")
 
 
-def _is_open(name: str, annotation: ast.expr, said: str) -> bool:
+def _is_open(name: str, annotation: ast.expr, docstring: str) -> bool:
     """Return whether the meaning of a field is unclear from its name, its type and the docstring of its class."""
-    if re.search(rf"\b{name}\b", said):
+    if re.search(rf"\b{name}\b", docstring):
         return False
     nodes = list(ast.walk(annotation))
     if any(isinstance(node, ast.Constant) and node.value is None for node in nodes):
-        return "``None``" not in said
+        return "``None``" not in docstring
     types = {dotted_name(node).rpartition(".")[2] for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
     return bool(types & _NUMBERS) and not _UNIT.search(name) and not _SAYS_IT.search(name)
 

@@ -36,9 +36,9 @@ elif arguments.ways:
             print(f"  {hop.file + '.py':36} {hop.function:34} → {hop.hands_to:16} {hop.record}".rstrip())
         print("\n".join(f"  not so: {problem}" for problem in ways.find_broken_hops(tree, way)), end="")
 elif arguments.twice:
-    found = repeated_names(tree)
+    places = repeated_names(tree)
     print(
-        json.dumps(found, indent=1) if arguments.json else "\n".join(f"{k}: {', '.join(v)}" for k, v in found.items())
+        json.dumps(places, indent=1) if arguments.json else "\n".join(f"{k}: {', '.join(v)}" for k, v in places.items())
     )
 elif arguments.circles:
     circles = Graph(tree).circles()

@@ -21,8 +21,8 @@ items below you see the first {head} lines of its file, then its source. Answer 
 
 
 def draw_items(tree: Tree, *, seed: int, count: int) -> list[tuple[Module, FunctionNode | ast.ClassDef]]:
-    """Draw ``count`` functions, methods and classes of the package, each with equal probability."""
-    modules = tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS)
+    """Draw ``count`` functions, methods and classes of ``tree`` with ``seed``, each with equal probability."""
+    modules = tree.list_modules(Layer.CORE) + tree.list_modules(Layer.WINGS)
     items = [(module, node) for module in modules for node in (*module.functions, *module.classes)]
     return random.Random(seed).sample(items, count)
 

@@ -26,24 +26,26 @@ class Graph:
     """The imports between the modules of the package, including those within functions."""
 
     def __init__(self, tree: Tree) -> None:
+        """Find the imports of all modules in ``tree``."""
         self._modules = {module.name: module for module in tree.modules if module.name}
-        self.imports = [found for module in self._modules.values() for found in self._of(module)]
+        """The modules of the package, by their dotted names."""
+        self.imports = [edge for module in self._modules.values() for edge in self._find_imports(module)]
 
     def circles(self) -> list[list[str]]:
         """Return the groups of modules that import one another in a circle."""
-        graph: networkx.DiGraph[str] = networkx.DiGraph((found.importer, found.imported) for found in self.imports)
+        graph: networkx.DiGraph[str] = networkx.DiGraph((edge.importer, edge.imported) for edge in self.imports)
         return sorted(sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1)
 
     def core_to_wings(self) -> list[Import]:
         """Return the imports of wings by core modules."""
         layers = {name: module.layer for name, module in self._modules.items()}
         return [
-            found
-            for found in self.imports
-            if layers[found.importer] is Layer.CORE and layers[found.imported] is Layer.WINGS
+            edge
+            for edge in self.imports
+            if layers[edge.importer] is Layer.CORE and layers[edge.imported] is Layer.WINGS
         ]
 
-    def _of(self, module: Module) -> Iterator[Import]:
+    def _find_imports(self, module: Module) -> Iterator[Import]:
         is_package = module.path.stem == "__init__"
         for node in statements(module.tree):
             if not isinstance(node, ast.Import | ast.ImportFrom):
@@ -54,11 +56,11 @@ class Graph:
                     yield Import(importer=module.name, imported=target, line=node.lineno)
 
 
-def _names(node: ast.Import | ast.ImportFrom, by: str, is_package: bool) -> Iterator[str]:
+def _names(node: ast.Import | ast.ImportFrom, importer: str, is_package: bool) -> Iterator[str]:
     match node:
         case ast.Import(names=names):
             yield from (alias.name for alias in names)
         case ast.ImportFrom(module=stem, names=names, level=level):
-            parts = by.split(".")
+            parts = importer.split(".")
             base = parts[: len(parts) - level + is_package] if level else []
             yield from (".".join([*base, *([stem] if stem else []), alias.name]) for alias in names)

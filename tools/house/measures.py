@@ -64,7 +64,7 @@ class Measures:
 
 def measure(tree: Tree) -> Measures:
     """Compute all figures of ``tree``."""
-    src = tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS)
+    src = tree.list_modules(Layer.CORE) + tree.list_modules(Layer.WINGS)
     graph = Graph(tree)
     # a tree without functions counts as one function of no lines, so that median and maximum exist
     lengths = sorted(length(function) for module in src for function in module.functions) or [0]
@@ -75,11 +75,11 @@ def measure(tree: Tree) -> Measures:
             {module.path.relative_to(PACKAGE).parts[0] for module in src} - {"__init__.py", "__main__.py"}
         ),
         files=len(src),
-        files_lab=len(tree.modules_of(Layer.LAB)),
-        lines_core=_code(tree.modules_of(Layer.CORE)),
-        lines_wings=_code(tree.modules_of(Layer.WINGS)),
+        files_lab=len(tree.list_modules(Layer.LAB)),
+        lines_core=_code(tree.list_modules(Layer.CORE)),
+        lines_wings=_code(tree.list_modules(Layer.WINGS)),
         lines_src=_code(src),
-        lines_lab=_code(tree.modules_of(Layer.LAB)),
+        lines_lab=_code(tree.list_modules(Layer.LAB)),
         files_under_40=sum(len(module.text.splitlines()) < SHORT_FILE for module in src if not _is_init(module)),
         function_median=median(lengths),
         function_p99=lengths[len(lengths) * 99 // 100],
@@ -89,7 +89,7 @@ def measure(tree: Tree) -> Measures:
         comments=sum(module.num_comments for module in src),
         settings=sum(_settings(cls) for module in src for cls in module.classes),
         protocols=len(implementations),
-        protocols_of_one=sum(len(found) == 1 for found in implementations.values()),
+        protocols_of_one=sum(len(classes) == 1 for classes in implementations.values()),
         core_imports_wings=len(graph.core_to_wings()),
         circles=len(graph.circles()),
         token_files=0 if ways.find_broken_hops(tree, ways.TOKEN) else ways.count_files(ways.TOKEN),
@@ -99,16 +99,16 @@ def measure(tree: Tree) -> Measures:
 
 
 def repeated_names(tree: Tree) -> dict[str, list[str]]:
-    """Return the class names that are used for more than one class, with their places."""
+    """Return the class names that are used for more than one class in ``tree``, with their places."""
     places: dict[str, list[str]] = defaultdict(list)
-    for module in tree.modules_of(Layer.CORE) + tree.modules_of(Layer.WINGS):
+    for module in tree.list_modules(Layer.CORE) + tree.list_modules(Layer.WINGS):
         for cls in module.classes:
             places[cls.name].append(f"{module.path}:{cls.lineno}")
-    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+    return {name: lines for name, lines in sorted(places.items()) if len(lines) > 1}
 
 
 def protocols(modules: list[Module]) -> dict[str, list[str]]:
-    """Return every protocol with the classes that have all its methods, including inherited ones."""
+    """Return every protocol in ``modules`` with the classes that have all its methods, including inherited ones."""
     classes = {cls.name: cls for module in modules for cls in module.classes}
     wanted = {name: _methods(cls) for name, cls in classes.items() if "Protocol" in _bases(cls)}
     has = {name: _inherited(name, classes) for name in classes if name not in wanted}

@@ -48,12 +48,12 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        """Return the syntax tree."""
+        """The syntax tree."""
         return ast.parse(self.text, str(self.path))
 
     @cached_property
     def name(self) -> str:
-        """Return the dotted name for imports; empty outside the package."""
+        """The dotted name for imports; empty outside the package."""
         if not self.path.is_relative_to("src"):
             return ""
         parts = self.path.relative_to("src").with_suffix("").parts
@@ -61,17 +61,17 @@ class Module:
 
     @cached_property
     def functions(self) -> list[FunctionNode]:
-        """Return every function and method, nested ones included."""
+        """Every function and method, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
-        """Return every class, nested ones included."""
+        """Every class, nested ones included."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def code_lines(self) -> frozenset[int]:
-        """Return the numbers of the lines with code: neither blank, nor docstring, nor only a comment."""
+        """The numbers of the lines with code: neither blank, nor docstring, nor only a comment."""
         skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
         skipped |= {tokenize.ENCODING, tokenize.ENDMARKER}
         lines: set[int] = set()
@@ -82,7 +82,7 @@ class Module:
 
     @cached_property
     def num_comments(self) -> int:
-        """Return the number of comments on lines of their own, without directives for tools."""
+        """The number of comments on lines of their own, without directives for tools."""
         lines = (line.strip() for line in self.text.splitlines())
         return sum(line.startswith("#") and not line.startswith(("# gate:", "# noqa", "# type:")) for line in lines)
 
@@ -109,8 +109,8 @@ class Tree:
         self._wings = tuple(Path(wing) for wing in wings)
         self.modules = sorted(self._read(), key=lambda module: module.path)
 
-    def modules_of(self, layer: Layer) -> list[Module]:
-        """Return the modules of one part."""
+    def list_modules(self, layer: Layer) -> list[Module]:
+        """Return the modules in ``layer``."""
         return [module for module in self.modules if module.layer is layer]
 
     def _read(self) -> Iterable[Module]:

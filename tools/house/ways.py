@@ -103,17 +103,17 @@ it, and those that order and describe its transfer. The channels that carry thes
 
 
 def count_files(way: Sequence[Hop]) -> int:
-    """Return the number of files on a path."""
+    """Return the number of files on the path ``way``."""
     return len({hop.file for hop in way})
 
 
 def count_records(way: Sequence[Hop]) -> int:
-    """Return the number of classes that hold the token or weight one after another."""
+    """Return the number of classes on the path ``way`` that hold the token or weight one after another."""
     return len({hop.record for hop in way if hop.record})
 
 
 def find_broken_hops(tree: Tree, way: Sequence[Hop]) -> list[str]:
-    """Return a description of each hop of ``way`` that the source does not confirm."""
+    """Return a description of each hop of ``way`` that the source in ``tree`` does not confirm."""
     modules = {str(module.path.relative_to(PACKAGE).with_suffix("")): module for module in tree.modules if module.name}
     return [problem for hop in way if (problem := _problem(hop, modules.get(hop.file)))]
 
@@ -141,6 +141,6 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, FunctionNode]]:
 
 def _names(tree: ast.AST) -> set[str]:
     """Return all names and attributes in ``tree``, and the classes that it defines."""
-    found = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    found |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    return found | {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names | {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}

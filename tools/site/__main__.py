@@ -13,9 +13,9 @@ def main() -> int:
     if failed:
         print(failed, file=sys.stderr)
         return 1
-    found = problems(root / "site")
-    print("\n".join(found) or f"{sum(1 for _ in (root / 'site').rglob('*.html'))} pages: site/index.html")
-    return 1 if found else 0
+    lines = problems(root / "site")
+    print("\n".join(lines) or f"{sum(1 for _ in (root / 'site').rglob('*.html'))} pages: site/index.html")
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Page(HTMLParser):
     """The links, fetched URLs and anchors of one page."""
 
     def __init__(self, text: str) -> None:
+        """Read the page with the HTML ``text``."""
         super().__init__()
         self.links: list[str] = []
         self.fetched: list[str] = []
@@ -34,16 +35,16 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the attributes of a tag; called by the parser."""
-        given = {name: value or "" for name, value in attrs}
-        self.anchors.update(given[name] for name in ("id", "name") if name in given)
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
+        """Collect the attributes ``attrs`` of ``tag``; called by the parser."""
+        values = {name: value or "" for name, value in attrs}
+        self.anchors.update(values[name] for name in ("id", "name") if name in values)
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
         for name in FETCHES.get(tag, ()):
-            if name in given:
-                self.fetched.append(given[name].split()[0] if given[name].strip() else "")
-        if "style" in given:
-            self.fetched += CSS_URL.findall(given["style"])
+            if name in values:
+                self.fetched.append(values[name].split()[0] if values[name].strip() else "")
+        if "style" in values:
+            self.fetched += CSS_URL.findall(values["style"])
 
 
 @cache
@@ -52,17 +53,17 @@ def _page(file: Path) -> Page:
 
 
 def problems(site: Path) -> list[str]:
-    """Return one line for each problem of the site."""
+    """Return one line for each problem of the built pages in ``site``."""
     _page.cache_clear()
-    found: list[str] = []
+    lines: list[str] = []
     for file in sorted(site.rglob("*.html")):
         name, page = file.relative_to(site), _page(file)
-        found += [f"{name}: fetches {url} from elsewhere" for url in page.fetched if _foreign(url)]
-        found += [f"{name}: {why}" for url in (*page.links, *page.fetched) if (why := _broken(url, file, site))]
+        lines += [f"{name}: fetches {url} from elsewhere" for url in page.fetched if _foreign(url)]
+        lines += [f"{name}: {why}" for url in (*page.links, *page.fetched) if (why := _broken(url, file, site))]
     for file in sorted(site.rglob("*.css")):
         urls = CSS_URL.findall(file.read_text(encoding="utf-8"))
-        found += [f"{file.relative_to(site)}: fetches {url} from elsewhere" for url in urls if _foreign(url)]
-    return found
+        lines += [f"{file.relative_to(site)}: fetches {url} from elsewhere" for url in urls if _foreign(url)]
+    return lines
 
 
 def _foreign(url: str) -> bool:

@@ -34,6 +34,7 @@ def _field(name: str, annotation: Any) -> Iterator[str]:
 
 
 def _table(path: str, kind: type[Section]) -> Iterator[str]:
+    """Yield the table of the section ``kind`` at ``path``, and the tables of the sections in it."""
     chosen = _selected_by(kind)
     yield f"\n{'###' if '.' in path else '##'} {path}{f': {chosen}' if chosen else ''}\n"
     yield f"{_prose(kind.__doc__ or '')}\n"
@@ -73,7 +74,7 @@ def _sections(annotation: Any) -> list[type[Section]]:
 
 
 def _takes(annotation: Any) -> str:
-    """Return a type in words.
+    """Return the type ``annotation`` in words.
 
     >>> _takes(int), _takes(str | None), _takes(tuple[str, ...])
     ('int', 'str', 'list of str')
@@ -106,6 +107,7 @@ def _name(kind: type) -> str:
 
 
 def _value(value: Any) -> str:
+    """Return the default ``value`` of a setting as Markdown."""
     if isinstance(value, Section):
         fields = value.model_dump()
         return f'`"{fields["kind"]}"`' if "kind" in fields else "as below"

@@ -174,7 +174,7 @@ async def sample_siblings(fleet: Fleet, seeds: Sequence[int], count: int = 40, s
         assert len({chunk.request_id for chunk in chunks}) == 1
 
 
-def fleet_of(*names: str, kind: type[Mortal] = Mortal, **settings: Any) -> tuple[Fleet, dict[str, Any]]:
+def make_fleet(*names: str, kind: type[Mortal] = Mortal, **settings: Any) -> tuple[Fleet, dict[str, Any]]:
     fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: kind(name) for name in names}
     for name, engine in engines.items():
         fleet.add(name, engine, address=name)

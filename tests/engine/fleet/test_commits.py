@@ -10,12 +10,12 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import NeedsFull
 from headrace.base.types.weights import Interrupt
 from headrace.engine.fleet import Fleet
-from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample, update
+from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, in_virtual_time, kill, make_fleet, sample, update
 
 
 @in_virtual_time
 async def test_commits_roll_k_at_a_time_and_the_others_serve_meanwhile() -> None:
-    fleet, engines = fleet_of("a", "b", "c")
+    fleet, engines = make_fleet("a", "b", "c")
     for engine in engines.values():
         engine.commit_s = 1.0
     await bring(fleet, 0)
@@ -57,7 +57,7 @@ def test_as_many_commit_at_once_as_the_mode_or_the_setting_allows(
     mode: Interrupt, rolling: int | None, seconds: float
 ) -> None:
     async def main() -> float:
-        fleet, engines = fleet_of("a", "b", "c", "d", rolling=rolling)
+        fleet, engines = make_fleet("a", "b", "c", "d", rolling=rolling)
         await fleet.stage(update(0))
         for engine in engines.values():
             engine.commit_s = 1.0
@@ -69,7 +69,7 @@ def test_as_many_commit_at_once_as_the_mode_or_the_setting_allows(
 
 @in_virtual_time
 async def test_engine_that_dies_in_a_commit_is_left_out_and_its_successor_comes_late() -> None:
-    fleet, engines = fleet_of("a", "b", rolling=1)
+    fleet, engines = make_fleet("a", "b", rolling=1)
     await bring(fleet, 0)
     engines["a"].commit_s = engines["b"].commit_s = 1.0
     await fleet.stage(update(1))
@@ -88,7 +88,7 @@ async def test_engine_that_dies_in_a_commit_is_left_out_and_its_successor_comes_
 
 @in_virtual_time
 async def test_next_version_may_be_announced_only_to_engines_that_use_the_newest() -> None:
-    fleet, _ = fleet_of("a", "b")
+    fleet, _ = make_fleet("a", "b")
     assert fleet.engines_in_step() == ("a", "b")
     await bring(fleet, 0)
     fleet.add("c", Mortal("c"))
@@ -118,7 +118,7 @@ def test_engines_commit_by_themselves_only_where_none_has_to_wait_for_its_turn(
 
 @in_virtual_time
 async def test_commit_whose_engines_have_all_died_is_made_by_those_that_come() -> None:
-    fleet, engines = fleet_of("a")
+    fleet, engines = make_fleet("a")
     await bring(fleet, 0)
     await fleet.stage(update(1))
     engines["a"].commit_s = 1.0
@@ -134,7 +134,7 @@ async def test_commit_whose_engines_have_all_died_is_made_by_those_that_come() -
 
 @in_virtual_time
 async def test_engine_that_cannot_use_a_difference_asks_for_the_whole_and_the_others_keep_what_they_have() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     fleet.add("c", Mortal("c"))
     with pytest.raises(NeedsFull, match="c: version 1 is a difference from 0"):

@@ -27,9 +27,9 @@ from tests.engine.fleet.mortal import (
     Mortal,
     TogetherMortal,
     bring,
-    fleet_of,
     in_virtual_time,
     kill,
+    make_fleet,
     sample,
     sample_siblings,
     update,
@@ -43,7 +43,7 @@ async def refused(work: Coroutine[Any, Any, Any], match: str) -> None:
 
 @in_virtual_time
 async def test_sequences_of_a_dead_engine_go_on_elsewhere_from_what_was_streamed() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         answers = [group.create_task(sample(fleet, seed)) for seed in range(30)]
@@ -59,7 +59,7 @@ async def test_sequences_of_a_dead_engine_go_on_elsewhere_from_what_was_streamed
 
 @in_virtual_time
 async def test_engine_that_is_retired_ends_what_it_has_commits_with_the_others_and_gets_nothing_new() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         for seed in range(10):
@@ -79,7 +79,7 @@ async def test_engine_that_is_retired_ends_what_it_has_commits_with_the_others_a
 
 @in_virtual_time
 async def test_fork_of_a_request_of_an_engine_that_is_being_removed_is_refused_by_name() -> None:
-    fleet, _ = fleet_of("a", "b")
+    fleet, _ = make_fleet("a", "b")
     await bring(fleet, 0)
     (chunk, *_) = await sample(fleet, 0)
     fleet.retire("a")
@@ -89,7 +89,7 @@ async def test_fork_of_a_request_of_an_engine_that_is_being_removed_is_refused_b
 
 @in_virtual_time
 async def test_shard_knows_which_engine_its_controller_is_removing() -> None:
-    fleet, _ = fleet_of("a", "b")
+    fleet, _ = make_fleet("a", "b")
     await bring(fleet, 0)
     (chunk, *_) = await sample(fleet, 0)
     fleet.mirror("a", EngineState.LEAVING, 0, paused=False)
@@ -99,7 +99,7 @@ async def test_shard_knows_which_engine_its_controller_is_removing() -> None:
 
 @in_virtual_time
 async def test_request_whose_engines_are_removed_again_and_again_is_not_taken_for_the_cause() -> None:
-    fleet, _ = fleet_of("keeper")
+    fleet, _ = make_fleet("keeper")
     await bring(fleet, 0)
     kind = TogetherMortal
     async with asyncio.TaskGroup() as group:
@@ -120,7 +120,7 @@ async def test_request_whose_engines_are_removed_again_and_again_is_not_taken_fo
 
 @in_virtual_time
 async def test_busy_time_never_decreases_when_the_number_of_engines_changes() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     for engine, busy_s in zip(engines.values(), (4.0, 2.0), strict=True):
         engine._count(busy_s=busy_s, prefill_s=busy_s / 2)
@@ -138,7 +138,7 @@ async def test_busy_time_never_decreases_when_the_number_of_engines_changes() ->
 
 @in_virtual_time
 async def test_siblings_are_asked_for_in_one_call_and_go_on_one_by_one_where_their_engine_dies() -> None:
-    fleet, engines = fleet_of("a", "b", kind=TogetherMortal)
+    fleet, engines = make_fleet("a", "b", kind=TogetherMortal)
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         group.create_task(sample_siblings(fleet, range(4)))
@@ -152,7 +152,7 @@ async def test_siblings_are_asked_for_in_one_call_and_go_on_one_by_one_where_the
 
 @in_virtual_time
 async def test_siblings_for_which_an_engine_has_no_room_are_sampled_by_others_or_refused_alone() -> None:
-    fleet, engines = fleet_of("a", "b", kind=TogetherMortal)
+    fleet, engines = make_fleet("a", "b", kind=TogetherMortal)
     engines["a"].room, engines["b"].room = 2, 3
     await bring(fleet, 0)
     await sample_siblings(fleet, range(5))
@@ -165,7 +165,7 @@ async def test_siblings_for_which_an_engine_has_no_room_are_sampled_by_others_or
 
 @in_virtual_time
 async def test_call_for_siblings_that_is_cancelled_withdraws_them() -> None:
-    fleet, engines = fleet_of("a", kind=TogetherMortal)
+    fleet, engines = make_fleet("a", kind=TogetherMortal)
     await bring(fleet, 0)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5 * FLUSH * TOKEN_S):
@@ -175,7 +175,7 @@ async def test_call_for_siblings_that_is_cancelled_withdraws_them() -> None:
 
 @in_virtual_time
 async def test_a_prompt_goes_to_the_engine_that_has_computed_it() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     for seed in range(6):
         await sample(fleet, seed)
@@ -184,7 +184,7 @@ async def test_a_prompt_goes_to_the_engine_that_has_computed_it() -> None:
 
 @in_virtual_time
 async def test_sequences_of_the_only_engine_wait_for_its_successor_and_its_weights() -> None:
-    fleet, engines = fleet_of("engine")
+    fleet, engines = make_fleet("engine")
     await bring(fleet, 3)
     async with asyncio.TaskGroup() as group:
         answers = [group.create_task(sample(fleet, seed)) for seed in range(4)]
@@ -205,7 +205,7 @@ async def test_sequences_of_the_only_engine_wait_for_its_successor_and_its_weigh
 
 @in_virtual_time
 async def test_versions_of_a_sequence_that_moved_are_those_that_sampled_its_tokens() -> None:
-    fleet, engines = fleet_of("a", "b", rolling=1)
+    fleet, engines = make_fleet("a", "b", rolling=1)
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(sample(fleet, 1))
@@ -218,7 +218,7 @@ async def test_versions_of_a_sequence_that_moved_are_those_that_sampled_its_toke
 
 @in_virtual_time
 async def test_request_that_kills_every_engine_fails_and_the_others_go_on() -> None:
-    fleet, engines = fleet_of("a")
+    fleet, engines = make_fleet("a")
     await bring(fleet, 0)
     words = "5 engines died one after the other .* not one token of it; the last: a was killed"
     async with asyncio.TaskGroup() as group:
@@ -235,7 +235,7 @@ async def test_request_that_kills_every_engine_fails_and_the_others_go_on() -> N
 
 @in_virtual_time
 async def test_engine_that_is_full_is_passed_over_and_where_all_are_the_request_is_refused() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     engines["a"].room, engines["b"].room = 1, 2
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
@@ -249,7 +249,7 @@ async def test_engine_that_is_full_is_passed_over_and_where_all_are_the_request_
 
 @in_virtual_time
 async def test_sequence_pinned_to_a_version_goes_on_only_where_that_version_is() -> None:
-    fleet, engines = fleet_of("a", "b", "c")
+    fleet, engines = make_fleet("a", "b", "c")
     await bring(fleet, 0)
     pinned = RequestOptions(pinned=True, session="p")
     async with asyncio.TaskGroup() as group:
@@ -265,7 +265,7 @@ async def test_sequence_pinned_to_a_version_goes_on_only_where_that_version_is()
 
 @in_virtual_time
 async def test_fork_goes_where_its_parent_is_and_is_refused_when_that_is_gone() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     parent = (await sample(fleet, 1))[0].request_id
     await sample(fleet, 2)
@@ -282,7 +282,7 @@ async def test_fork_goes_where_its_parent_is_and_is_refused_when_that_is_gone() 
 
 @in_virtual_time
 async def test_fork_whose_engine_dies_under_it_fails_in_words() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     parent = (await sample(fleet, 1))[0].request_id
     async with asyncio.TaskGroup() as group:
@@ -294,7 +294,7 @@ async def test_fork_whose_engine_dies_under_it_fails_in_words() -> None:
 
 @in_virtual_time
 async def test_deadline_of_a_request_runs_on_while_it_moves() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         group.create_task(sample(fleet, 1, options=RequestOptions(deadline_s=10.0)))
@@ -305,7 +305,7 @@ async def test_deadline_of_a_request_runs_on_while_it_moves() -> None:
 
 @in_virtual_time
 async def test_reader_that_leaves_early_frees_its_place_and_withdraws_the_request() -> None:
-    fleet, engines = fleet_of("a")
+    fleet, engines = make_fleet("a")
     await bring(fleet, 0)
     stream: Any = fleet.generate(PROMPT, Sampling(max_new_tokens=40, seed=1))
     await anext(stream)
@@ -317,7 +317,7 @@ async def test_reader_that_leaves_early_frees_its_place_and_withdraws_the_reques
 @in_virtual_time
 async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> None:
     ended: list[tuple[str, str]] = []
-    fleet, engines = fleet_of("a", "b", end=lambda name, why, remedy: ended.append((name, why)))
+    fleet, engines = make_fleet("a", "b", end=lambda name, why, remedy: ended.append((name, why)))
     await bring(fleet, 0)
     engines["a"].pace = 1e6
     async with asyncio.TaskGroup() as group:
@@ -338,7 +338,7 @@ async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> Non
 @in_virtual_time
 async def test_engine_that_others_ask_is_judged_by_the_counters_that_it_reports() -> None:
     ended: list[str] = []
-    fleet, engines = fleet_of("a", "b", end=lambda name, why, remedy: ended.append(name))
+    fleet, engines = make_fleet("a", "b", end=lambda name, why, remedy: ended.append(name))
     fleet.follow(lambda name: None)
     await bring(fleet, 0)
     silent = EngineStats(version=0, running=3)
@@ -376,7 +376,7 @@ async def test_engine_that_does_not_answer_in_time_is_ended_where_somebody_can_a
 
 @in_virtual_time
 async def test_counters_outlive_the_engine_that_counted() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     await asyncio.gather(*(sample(fleet, seed) for seed in range(6)))
     assert (fleet.stats().generated_tokens, fleet.stats().version) == (240, 0)
@@ -403,7 +403,7 @@ async def test_scores_are_made_again_where_their_engine_dies() -> None:
 
 @in_virtual_time
 async def test_engine_that_comes_while_all_stand_still_stands_still_too() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     await fleet.pause()
     late = Mortal("b")
@@ -438,7 +438,7 @@ def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int
     async def main() -> None:
         rng = np.random.default_rng(seed)
         names = [f"engine-{place}" for place in range(4)]
-        fleet, engines = fleet_of(*names, kind=kind, rolling=int(rng.integers(1, 4)))
+        fleet, engines = make_fleet(*names, kind=kind, rolling=int(rng.integers(1, 4)))
         await bring(fleet, 0)
         made, kills = 0, 0
 

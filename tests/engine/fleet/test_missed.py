@@ -20,7 +20,7 @@ from headrace.learner.base import Publication
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner
 from tests.control.lives import Plan, live
-from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, fleet_of, in_virtual_time, kill, sample
+from tests.engine.fleet.mortal import FLUSH, TOKEN_S, Mortal, bring, in_virtual_time, kill, make_fleet, sample
 from tests.engine.fleet.test_runs_on_fakes import Addressed, Deaths, Sender, whole, with_fleet
 
 Times = Sequence[tuple[float, float]]
@@ -28,7 +28,7 @@ Times = Sequence[tuple[float, float]]
 
 @in_virtual_time
 async def test_engine_that_a_version_misses_ends_what_it_has_and_serves_again_with_the_next() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         before = [group.create_task(sample(fleet, seed)) for seed in range(30)]
@@ -54,7 +54,7 @@ async def test_engine_that_a_version_misses_ends_what_it_has_and_serves_again_wi
 
 @in_virtual_time
 async def test_fork_of_what_such_an_engine_has_is_refused() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     (parent,) = {chunk.request_id for chunk in await sample(fleet, 1)}
     (home,) = [name for name, engine in engines.items() if engine.asked]
@@ -65,7 +65,7 @@ async def test_fork_of_what_such_an_engine_has_is_refused() -> None:
 
 @in_virtual_time
 async def test_such_an_engine_is_woken_with_the_others() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     await fleet.pause(release=True)
     await bring(fleet, 1, Interrupt.SLEEP, missed_by="b")
@@ -74,7 +74,7 @@ async def test_such_an_engine_is_woken_with_the_others() -> None:
 
 @in_virtual_time
 async def test_version_whose_other_engines_die_waits_for_their_successors() -> None:
-    fleet, engines = fleet_of("a", "b")
+    fleet, engines = make_fleet("a", "b")
     await bring(fleet, 0)
     async with asyncio.TaskGroup() as group:
         bringing = group.create_task(bring(fleet, 1, missed_by="b"))

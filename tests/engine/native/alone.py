@@ -65,8 +65,8 @@ class Alone:
 
 
 @torch.inference_mode()
-def sample_alone(model: nn.Module, sampling: Sampling, given: Sequence[int], num_prompt: int) -> Alone:
-    """The answer to ``given``: a prompt, and what a fork has kept of its parent's answer."""
+def sample_alone(model: nn.Module, sampling: Sampling, known_ids: Sequence[int], num_prompt: int) -> Alone:
+    """The answer to ``known_ids``: a prompt, and what a fork has kept of its parent's answer."""
     ids: list[int] = []
     logprobs: list[float] = []
     kept: list[list[int]] = []
@@ -79,9 +79,9 @@ def sample_alone(model: nn.Module, sampling: Sampling, given: Sequence[int], num
     reason: StopReason | None = None
     while reason is None:
         experts.clear()
-        whole = [*given, *ids]
+        whole = [*known_ids, *ids]
         logits_V = model(input_ids=torch.tensor([whole]), use_cache=False).logits[0, -1].double().numpy()
-        chances_V = probabilities(logits_V, sampling, given[:num_prompt], whole[num_prompt:])
+        chances_V = probabilities(logits_V, sampling, known_ids[:num_prompt], whole[num_prompt:])
         token = _draw(chances_V, sampling, len(whole))
         ids.append(token)
         logprobs.append(float(np.log(chances_V[token])))
@@ -90,7 +90,7 @@ def sample_alone(model: nn.Module, sampling: Sampling, given: Sequence[int], num
         reason = _reason(sampling, decode(whole[num_prompt:]), ids)
     for hook in hooks:
         hook.remove()
-    empty = torch.zeros(len(given) + len(ids) - 1, 0, 0)
+    empty = torch.zeros(len(known_ids) + len(ids) - 1, 0, 0)
     experts_TLK = torch.stack(experts, 1).sort(-1).values if experts else empty
     return Alone(ids=ids, logprobs=logprobs, kept=kept, experts_TLK=experts_TLK.numpy(), stop_reason=reason)
 

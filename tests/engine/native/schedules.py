@@ -191,8 +191,8 @@ class Life:
             self.commit(Interrupt.SLEEP)
         self.engine.resume()
 
-    def steps(self, most: int) -> None:
-        for _ in range(most):
+    def steps(self, max_steps: int) -> None:
+        for _ in range(max_steps):
             if not self.engine.has_work():
                 return
             self.step()

@@ -19,7 +19,7 @@ from headrace.rollout import Conversations, EpisodeLimits
 from headrace.rollout.environments.entry import load_entry
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.tools import ToolFunction, call_tools, make_tools
-from tests.rollout.models import conversations, text_of
+from tests.rollout.models import conversations, render_text
 
 
 def move(steps: int, way: Literal["left", "right"] = "left") -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_tools_are_called_until_an_answer_calls_none(tmp_path: Path) -> None:
         "task", "policy", "tool", "policy", "tool", "policy", "user", "policy",
     ]  # fmt: skip
     assert [turn.failed for turn in talk.turns if turn.author == "tool"] == [True, False]
-    assert "seen 3" in text_of(talk, [4])
+    assert "seen 3" in render_text(talk, [4])
     assert (ended.reward, dict(ended.rewards)) == (2.25, {5: 0.25, 7: 2.0})
 
 

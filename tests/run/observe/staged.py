@@ -29,8 +29,8 @@ STEPS = 30
 class StagedEngine(FakeEngine):
     """Has room for so many sequences, reads prompts one after the other, and tells what it was busy with."""
 
-    def __init__(self, told: Seen, *, room: int, prompt_s: float, stage_s: float, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, told: Seen, *, room: int, prompt_s: float, stage_s: float, **options: Any) -> None:
+        super().__init__(**options)
         self._told, self._prompt_s, self._stage_s = told, prompt_s, stage_s
         self._room, self._reading = asyncio.Semaphore(room), asyncio.Lock()
         self._active, self._since, self._prefill_s = 0, 0.0, 0.0
@@ -76,8 +76,8 @@ class StagedEngine(FakeEngine):
 class StagedLearner(FakeLearner):
     """Tells what it was busy with."""
 
-    def __init__(self, told: Seen, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, told: Seen, **options: Any) -> None:
+        super().__init__(**options)
         self._told = told
 
     async def train(self, batch: Batch) -> StepReport:

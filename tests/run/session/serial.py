@@ -32,15 +32,15 @@ def small_digits(completion: str) -> float:
     return sum(character in "01234" for character in completion) / 4
 
 
-def same_learner(one: Path, other: Path) -> bool:
+def same_learner(first: Path, second: Path) -> bool:
     """Whether two snapshots hold the same weights and moments, bit for bit."""
-    moments = [load_file(directory / "optimizer.safetensors") for directory in (one, other)]
+    moments = [load_file(directory / "optimizer.safetensors") for directory in (first, second)]
     for tensors in moments:
         tensors.pop("random_state.cpu")  # of the process; nothing of a step draws from it
     same_moments = moments[0].keys() == moments[1].keys() and all(
         np.array_equal(tensor, moments[1][name]) for name, tensor in moments[0].items()
     )
-    weights = [(directory / "model.safetensors").read_bytes() for directory in (one, other)]
+    weights = [(directory / "model.safetensors").read_bytes() for directory in (first, second)]
     return same_moments and weights[0] == weights[1]
 
 

@@ -15,7 +15,7 @@ from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.opening import open_ledger
 from headrace.run.session import load_config, train
 from lab.faults.run import RECORD_TOKENS, STEPS, TrialSetup, draw_moment, measure
-from lab.faults.verdict import LedgerSnapshot, Verdict, answers_of, judge, take_snapshot
+from lab.faults.verdict import LedgerSnapshot, Verdict, collect_answers, judge, take_snapshot
 from tests.run.session.runs import forge, make_run
 
 SOAK = 20
@@ -118,7 +118,7 @@ LOSSES: dict[str, Callable[[Tokens], Tokens]] = {
 def test_answers_that_are_not_what_was_recorded_are_found_out(ended: Path, lost: str) -> None:
     run_dir = ended.parent / "run"
     with closing(open_ledger(run_dir)) as ledger:
-        answers = answers_of(ledger.episodes(0))
+        answers = collect_answers(ledger.episodes(0))
     at, tokens = next(iter(answers.items()))
     other = {at: LOSSES[lost](tokens)}
     assert wrong(verdict(ended, run_dir, LedgerSnapshot(partial_turns=other))) == {"broken"}

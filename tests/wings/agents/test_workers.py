@@ -24,7 +24,7 @@ from headrace.launch.clients import EnvPeer, EnvPool, EnvPoolConfig
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.starts import EnvironmentStart
 from headrace.wings.agents import Endpoint
-from tests.launch.workers import processes_of
+from tests.launch.workers import find_processes
 from tests.wings.agents.harness import HANG, SAMPLING, TASK, ScriptedEngine, open_episode, sampled_in
 
 PROGRAM = """
@@ -111,4 +111,4 @@ def test_a_worker_that_is_killed_takes_its_programs_along_and_the_episode_goes_o
     asyncio.run(main())
     first, second = log.read_text().splitlines()
     assert first != second
-    assert not processes_of(tmp_path / "agent.py")
+    assert not find_processes(tmp_path / "agent.py")

@@ -26,7 +26,7 @@ def test_every_case_is_measured_against_the_limit(monkeypatch: pytest.MonkeyPatc
 
 
 def test_batches_have_loss_tokens_behind_every_prompt() -> None:
-    batch = algo.batch_of(3)
+    batch = algo.make_batch(3)
     assert batch.mask_N.sum() == batch.num_tokens - algo.SAMPLES * algo.PROMPT
     ages = 3 - batch.versions_N[batch.mask_N]
     assert set(np.unique(ages)) == {0, 1, 2}

@@ -23,7 +23,7 @@ from headrace.wings.bench.gpu import refusals, shapes
 from headrace.wings.bench.gpu import vllm as vllm_stage
 from headrace.wings.bench.gpu.base import GIB, GpuStageOutcome, read_lines
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compare_figures, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.files import GpuFile, compare_figures, make_card_rates, read_file, write_file
 from headrace.wings.bench.gpu.probe import CardFacts
 from headrace.wings.bench.gpu.stages import STAGES, StageKind, choose_stages
 from headrace.wings.plan.catalogue import model
@@ -210,7 +210,7 @@ def test_files_are_compared_and_an_other_format_is_refused(tmp_path: Path) -> No
     }  # fmt: skip
     outcome = GpuStageOutcome(name="facts", state="done", figures={"copy_device_gb_s": 3000.0})
     content = GpuFile(
-        made="now", pretend=False, card="H100", budget_s=1.0, rates=rates_of("H100", [outcome]), stages=[outcome]
+        made="now", pretend=False, card="H100", budget_s=1.0, rates=make_card_rates("H100", [outcome]), stages=[outcome]
     )
     assert content.rates.copy_device_gb_s == 3000.0
     assert content.rates.train_share is None

@@ -38,18 +38,18 @@ def test_operations_are_those_of_matrices_head_and_attention() -> None:
 
 
 def test_samples_of_a_group_answer_one_prompt() -> None:
-    batch = learner_worker.batch_of(9, ORDER)
+    batch = learner_worker.make_batch(9, ORDER)
     samples = np.split(batch.ids_N, np.cumsum(batch.lengths_S)[:-1])
     prompts = [sample[:3].tolist() for sample in samples]
     assert prompts[:8] == [prompts[0]] * 8
     assert prompts[8:] == [prompts[8]] * 2 != [prompts[0]] * 2
     assert batch.num_loss_tokens == sum(ORDER["lengths"])
     assert batch.ids_N.min() > 0  # which is what padding is told by
-    assert (learner_worker.batch_of(10, ORDER).ids_N == batch.ids_N).all()
+    assert (learner_worker.make_batch(10, ORDER).ids_N == batch.ids_N).all()
 
 
 def test_padded_batches_hold_every_token_once() -> None:
-    batch = learner_worker.batch_of(0, ORDER)
+    batch = learner_worker.make_batch(0, ORDER)
     first, second = learner_worker.padded_batches(batch)
     assert first[0].shape == (8, 7)
     assert second[0].shape == (2, 10)

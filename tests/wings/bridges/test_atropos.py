@@ -269,9 +269,9 @@ def readable_before(model_dir: Path, to: Path) -> Path:
 
 
 def test_a_group_that_does_not_fit_together_is_refused() -> None:
-    from headrace.wings.bridges.atropos import _scored
+    from headrace.wings.bridges.atropos import _decode_group
 
     with pytest.raises(DataError, match="masks of another length"):
-        _scored({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]})
+        _decode_group({"tokens": [[1, 2]], "masks": [[1]], "scores": [1.0]})
     with pytest.raises(DataError, match="tokens"):
-        _scored({"tokens": "x", "masks": [[1]], "scores": [1.0]})
+        _decode_group({"tokens": "x", "masks": [[1]], "scores": [1.0]})

@@ -12,7 +12,7 @@ from headrace.engine import EngineConfig
 from headrace.launch.config import RayConfig, ResourceShare
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor
 from headrace.wings.cluster.ray import cluster as on_ray
-from headrace.wings.cluster.ray.fit import _device_of
+from headrace.wings.cluster.ray.fit import _name_device
 from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.wire import Address
 from headrace.wings.servers.vllm.command import command
@@ -28,7 +28,7 @@ class Probe(ProcessSupervisor):
         """Return the node and the GPUs of a server that computes on ``width`` of them."""
         import ray
 
-        config = EngineConfig.model_validate({"kind": "vllm", "device": _device_of(width), "tensor": width})
+        config = EngineConfig.model_validate({"kind": "vllm", "device": _name_device(width), "tensor": width})
         required = ServeRequirements(path="/models/m", dtype="bfloat16", max_context=4096)
         started = command(config, required, Address(url="http://vllm", socket="/x/s"))
         return ray.get_runtime_context().get_node_id(), started.variables["CUDA_VISIBLE_DEVICES"]

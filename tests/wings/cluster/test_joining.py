@@ -26,7 +26,7 @@ from headrace.base.types.messages.node import Farewell, JoinAnswer, JoinRefused,
 from headrace.launch.channel import present_key
 from headrace.launch.starts import ResourceLimits
 from headrace.run.session import load_config
-from headrace.wings.cluster.far.supervisor import family_of
+from headrace.wings.cluster.far.supervisor import get_socket_family
 from headrace.wings.cluster.joining import node
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
 from headrace.wings.cluster.joining.machine import JoinedStarter
@@ -55,7 +55,7 @@ SINGLE = ("env.kind=single_turn", "env.entry=", "env.reward=reward.py:reward")
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    with socket.socket(family_of(host)) as one:
+    with socket.socket(get_socket_family(host)) as one:
         one.bind((host, 0))
         port = one.getsockname()[1]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

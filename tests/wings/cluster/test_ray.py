@@ -31,10 +31,10 @@ from headrace.rollout.scoring import FunctionReward
 from headrace.run.session import load_config
 from headrace.sync.config import Route
 from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable
-from headrace.wings.cluster.far.supervisor import ProcessSupervisor, paths_of
+from headrace.wings.cluster.far.supervisor import ProcessSupervisor, list_required_paths
 from headrace.wings.cluster.ray import cluster, starter
-from headrace.wings.cluster.ray.cluster import RayNode, bundle
-from headrace.wings.cluster.ray.fit import devices_of
+from headrace.wings.cluster.ray.cluster import RayNode, make_bundle
+from headrace.wings.cluster.ray.fit import choose_ray_devices
 from tests.launch.workers import KEEP, TOKEN, ForeignPeer, is_alive
 
 HERE = "127.0.0.1"
@@ -77,16 +77,16 @@ def test_settings_that_cannot_be_on_a_cluster_are_refused_with_a_remedy(case: st
 
 def test_each_part_computes_on_what_it_asks_for() -> None:
     launch = load_config(ON_RAY, ["launch.ray.engine={gpus = 1, cpus = 4}"]).launch
-    assert str(devices_of(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
+    assert str(choose_ray_devices(launch, 2, 1)) == "2 engines on cuda:0, learner on cpu"
     assert launch.threads("engine", 2, 64) == 4
     assert LaunchConfig(engine_threads=4).threads("engine", 2, 64) == 2
-    assert bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {
+    assert make_bundle(ResourceShare(gpus=1, memory_gb=2, resources={"disk": 1})) == {
         "CPU": 1,
         "GPU": 1,
         "memory": 2e9,
         "disk": 1,
     }
-    assert bundle(RayConfig().scorer) == {}
+    assert make_bundle(RayConfig().scorer) == {}
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
@@ -529,7 +529,7 @@ def test_a_process_that_is_ended_counts_as_gone_even_where_the_cluster_never_say
 def test_files_of_an_environment_have_to_be_on_its_node(tmp_path: Path, entry: str, expected: list[str]) -> None:
     (tmp_path / "env.py").touch()
     start = EnvironmentStart(kind="env", entry=entry.format(tmp_path), concurrency=1, block_s=1.0)
-    assert list(paths_of(start).values()) == [path.format(tmp_path) for path in expected]
+    assert list(list_required_paths(start).values()) == [path.format(tmp_path) for path in expected]
 
 
 def test_spans_of_another_clock_are_moved_to_ours() -> None:

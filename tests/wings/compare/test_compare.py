@@ -14,10 +14,10 @@ from headrace.base.errors import ConfigError, DataError
 from headrace.run.session import load_config
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.recipes import DECIDED, left_open, recipes
-from headrace.wings.compare.rows import RecipeRow, decided, row_of
+from headrace.wings.compare.rows import RecipeRow, read_recipe_row, select_decided
 from headrace.wings.compare.running import ComparisonConfig, compare
-from headrace.wings.compare.tables import COLUMNS, markdown
-from headrace.wings.compare.writing import compare_svg
+from headrace.wings.compare.tables import COLUMNS, make_document
+from headrace.wings.compare.writing import draw_comparison
 from tests.run.session.runs import make_run, tiny_model, verb
 from tests.wings.compare.rows import BUSY_ENGINE, BUSY_LEARNER, PROMISES, STEPS, check_depth, check_interrupt
 from tests.wings.compare.rows import check_whatever_is_busy as check_always
@@ -154,8 +154,8 @@ def test_a_recipe_that_fails_says_why_and_the_others_are_run(tmp_path: Path, run
     rows = compare(terms).rows
     assert [(row.recipe, row.status) for row in rows] == [("oat", "failed"), ("tunix", "failed")]
     assert "none.jsonl does not exist" in rows[0].cause
-    assert "- oat failed: " in markdown("it", rows)
-    assert compare_svg(rows).startswith(b"<svg")
+    assert "- oat failed: " in make_document("it", rows)
+    assert draw_comparison(rows).startswith(b"<svg")
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_row_of_a_resumed_run_gives_no_share_of_what_an_earlier_part_generated(c
     for clock_s, resumed, share in ((steps[-1]["clock_s"], False, 9 / 5), (0.0, True, None)):
         steps[-1]["clock_s"] = clock_s
         file.write_text("".join(json.dumps(step) + "\n" for step in steps))
-        row = row_of("areal", tmp_path / "areal")
+        row = read_recipe_row("areal", tmp_path / "areal")
         assert (row.resumed, row.wasted_frac, row.wasted_tokens) == (resumed, share, {"stale": 9})
 
 
@@ -226,10 +226,10 @@ def test_a_table_without_a_kind_changes_what_a_recipe_names() -> None:
 
 
 def test_a_directory_without_a_run_makes_no_row(tmp_path: Path) -> None:
-    from headrace.wings.compare.rows import row_of
+    from headrace.wings.compare.rows import read_recipe_row
 
     with pytest.raises(DataError, match="is not a directory"):
-        row_of("oat", tmp_path / "none")
+        read_recipe_row("oat", tmp_path / "none")
 
 
 def test_a_row_of_which_little_is_known_is_shown_with_dashes() -> None:
@@ -237,5 +237,5 @@ def test_a_row_of_which_little_is_known_is_shown_with_dashes() -> None:
     shown = {title: of(row) for title, of in COLUMNS.items()}
     assert shown["recipe"] == "oat*"
     assert set(list(shown.values())[5:]) == {"–"}
-    assert decided({}) == {}
+    assert select_decided({}) == {}
     assert msgspec.to_builtins(row)["age_mean"] is None

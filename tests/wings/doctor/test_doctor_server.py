@@ -24,7 +24,7 @@ from headrace.launch.inprocess import LocalEngine
 from headrace.models import LoraConfig, ModelConfig, load_model
 from headrace.models.lora import save_adapter
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.doctor.candidates import expectation
+from headrace.wings.doctor.candidates import make_expectation
 from headrace.wings.doctor.diagnosis import examine_server
 from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 from headrace.wings.doctor.server import ServerProbe
@@ -32,7 +32,7 @@ from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.run import load
+from headrace.wings.serve.run import load_served_model
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 Change = Callable[[str, dict[str, Any]], None]
@@ -78,7 +78,7 @@ class ServerInThread(httpx.BaseTransport):
 
     def __init__(self, settings: dict[str, Any], ask: Change | None, tell: Change | None) -> None:
         self._config = validate(ServeConfig, {"engine": {"cache_tokens": 1024}, **settings})
-        self._loaded = load(self._config, clock=RealClock())
+        self._loaded = load_served_model(self._config, clock=RealClock())
         self._ask, self._tell = ask, tell
         self._runner = asyncio.Runner()
         self._encoder = ThreadPoolExecutor(1)
@@ -127,7 +127,7 @@ def examined(
     expected: Path, served: Path, *, adapter: Path | None = None, also: list[Path] | None = None, **how: Any
 ) -> DoctorReport:
     with probing(served, **how) as probe:
-        return examine_server(probe, expectation(expected, adapter, "auto", also or []))
+        return examine_server(probe, make_expectation(expected, adapter, "auto", also or []))
 
 
 def test_a_server_that_does_as_it_should_has_no_fault(base: Path) -> None:
@@ -170,11 +170,11 @@ def test_half_precision_is_told(base: Path) -> None:
     assert "bfloat16, not float32" in str(report)
     assert report.ok  # it is slower to learn from, and no lie
     with probing(base) as probe:
-        finer = examine_server(probe, expectation(base, None, "bfloat16", []))
+        finer = examine_server(probe, make_expectation(base, None, "bfloat16", []))
     assert finer.faults == [Fault.PRECISION]
     assert "float32, not bfloat16" in str(finer)
     with probing(base, dtype="bfloat16") as probe:
-        assert examine_server(probe, expectation(base, None, "bfloat16", [])).faults == []
+        assert examine_server(probe, make_expectation(base, None, "bfloat16", [])).faults == []
 
 
 @pytest.mark.parametrize(("theta", "known"), [(500_000.0, True), (77.0, False)])
@@ -232,7 +232,7 @@ def test_a_server_that_samples_tokens_which_the_model_lacks_is_told(base: Path, 
             return [replace(each, ids=[10**6, *each.ids[1:]]) for each in choices]
 
         monkeypatch.setattr(probe, "sample", beyond)
-        report = examine_server(probe, expectation(base, None, "float32", []))
+        report = examine_server(probe, make_expectation(base, None, "float32", []))
     assert report.faults == [Fault.OTHER_WEIGHTS] * 2
     assert str(report).count("the server samples token 1000000") == 2
 

@@ -12,7 +12,7 @@ import json
 import sys
 
 from headrace.launch.config import ResourceShare
-from headrace.wings.cluster.ray.cluster import bundle
+from headrace.wings.cluster.ray.cluster import make_bundle
 
 NUM_MACHINES, GPUS, CPUS = 3, 8, 8
 
@@ -30,7 +30,7 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     found = []
     for parts, strategy in json.loads(sys.argv[1]):
-        bundles = [bundle(ResourceShare(cpus=cpus, gpus=gpus)) for _, gpus, cpus in parts]
+        bundles = [make_bundle(ResourceShare(cpus=cpus, gpus=gpus)) for _, gpus, cpus in parts]
         group = ray.util.placement_group(bundles, strategy.upper())
         assert group.wait(60)
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]

@@ -10,9 +10,9 @@ import pytest
 
 from headrace.base.errors import ConfigError, DataError
 from headrace.wings.bench.gpu.base import GpuStageOutcome
-from headrace.wings.bench.gpu.files import GpuFile, rates_of, write_file
+from headrace.wings.bench.gpu.files import GpuFile, make_card_rates, write_file
 from headrace.wings.plan import Cluster, ClusterFile, make_site
-from headrace.wings.plan.card import on_cluster, read_rates
+from headrace.wings.plan.card import apply_rates, read_rates
 from tests.wings.plan.test_planning import asked
 
 FIGURES = {
@@ -24,7 +24,7 @@ FIGURES = {
 def written(path: Path, *, card: str = "NVIDIA H100 80GB HBM3", pretend: bool = False, **figures: Any) -> Path:
     stages = [GpuStageOutcome(name="facts", state="done", figures={**FIGURES, **figures})]
     content = GpuFile(
-        made="now", pretend=pretend, card=card, budget_s=600.0, rates=rates_of(card, stages), stages=stages
+        made="now", pretend=pretend, card=card, budget_s=600.0, rates=make_card_rates(card, stages), stages=stages
     )
     write_file(path, content)
     return path
@@ -45,7 +45,7 @@ def test_a_plan_computes_with_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_lengths_and_memory_are_not_those_of_the_file(tmp_path: Path) -> None:
-    cluster = on_cluster(read_rates(written(tmp_path / "gpu.json")), Cluster(accelerator="H100", count=8))
+    cluster = apply_rates(read_rates(written(tmp_path / "gpu.json")), Cluster(accelerator="H100", count=8))
     assert cluster.device.memory_gb == 80
 
 
@@ -85,7 +85,7 @@ def test_rates_of_another_gpu_and_rates_that_are_given_twice_are_refused(
     tmp_path: Path, card: str, cluster: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        on_cluster(
+        apply_rates(
             read_rates(written(tmp_path / "gpu.json", card=card)), Cluster.model_validate({**cluster, "count": 1})
         )
 
@@ -99,4 +99,4 @@ def test_rates_of_another_gpu_and_rates_that_are_given_twice_are_refused(
 )  # fmt: skip
 def test_the_names_of_driver_and_catalogue_are_matched(tmp_path: Path, card: str, accelerator: str) -> None:
     rates = read_rates(written(tmp_path / "gpu.json", card=card))
-    assert on_cluster(rates, Cluster(accelerator=accelerator, count=1)).decode_share == 0.5
+    assert apply_rates(rates, Cluster(accelerator=accelerator, count=1)).decode_share == 0.5

@@ -18,8 +18,8 @@ from headrace.run.cli.app import app
 from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, make_site
 from headrace.wings.plan.catalogue import model
-from headrace.wings.plan.cluster_map import ClusterMap, map_of
-from headrace.wings.plan.planning import asked_of
+from headrace.wings.plan.cluster_map import ClusterMap, make_cluster_map
+from headrace.wings.plan.planning import make_sizing_request
 from headrace.wings.plan.search import Search
 
 RUN: dict[str, Any] = {
@@ -40,7 +40,7 @@ def changed(**sections: dict[str, Any]) -> dict[str, Any]:
 def mapped(cluster: dict[str, Any] | None = None, **sections: dict[str, Any]) -> ClusterMap:
     config = load_config(changed(**sections))
     file = ClusterFile(cluster=Cluster.model_validate({"accelerator": "H100", "count": 16, **(cluster or {})}))
-    return map_of(config, make_site(asked_of(config), file))
+    return make_cluster_map(config, make_site(make_sizing_request(config), file))
 
 
 def test_every_part_has_accelerators_of_its_own_and_the_memory_that_it_keeps() -> None:
@@ -160,7 +160,7 @@ def test_part_that_its_accelerators_cannot_hold_is_named_with_a_way_out_that_wor
 def test_transport_of_one_machine_is_not_proposed_for_several(per_node: int, offered: set[str]) -> None:
     config = load_config(RUN)
     file = ClusterFile(cluster=Cluster(accelerator="H100", count=16, per_node=per_node))
-    search = Search(site=make_site(asked_of(config), file), clock=RealClock(), seed=0)
+    search = Search(site=make_site(make_sizing_request(config), file), clock=RealClock(), seed=0)
     assert set(search._transports()) == offered
 
 

@@ -14,7 +14,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.run.session import load_config
 from headrace.run.session.explain import make_previews
 from headrace.run.session.prepare import Inputs, Prepared, prepare
-from headrace.wings.plan.parts import MappedPart, mapped_parts, parts_table
+from headrace.wings.plan.parts import MappedPart, map_parts, parts_table
 from tests.run.session.runs import make_run, tiny_model
 
 Prepare = Callable[..., Prepared]
@@ -36,14 +36,14 @@ def prepared(tmp_path: Path, model: Path) -> Prepare:
 
 
 def named(prepared: Prepared) -> dict[str, MappedPart]:
-    return {part.name: part for part in mapped_parts(prepared)}
+    return {part.name: part for part in map_parts(prepared)}
 
 
 def test_weights_and_cache_are_those_of_the_loaded_model(prepared: Prepare, model: Path) -> None:
     made = prepared(env={"kind": "rollout", "entry": "reward.py:reward", "reward": "", "workers": 2})
     parts, params = named(made), sum(each.numel() for each in load_model(ModelConfig(path=str(model))).parameters())
     assert list(parts) == ["controller", "learner", "engine", "environment x 2"]
-    assert parts["learner"].where == parts["engine"].where == "1 thread"
+    assert parts["learner"].devices == parts["engine"].devices == "1 thread"
     learner = parts["learner"].bytes_by_use
     assert learner["weights"] == learner["optimizer"] / 2 == pytest.approx(4 * params, rel=0.02)
     assert learner["gradients"] >= learner["weights"]
@@ -89,10 +89,10 @@ def test_gpus_have_the_names_of_the_driver_where_these_differ(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     parts = named(prepared("engine.count=2", gpus=3))
-    assert [parts[name].where for name in ("learner", "engine-0", "engine-1")] == ["cuda:0", "cuda:2", "cuda:1"]
+    assert [parts[name].devices for name in ("learner", "engine-0", "engine-1")] == ["cuda:0", "cuda:2", "cuda:1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab12,6")
     parts = named(prepared("engine.count=2", gpus=3))
-    shown = [parts[name].where for name in ("learner", "engine-0", "engine-1")]
+    shown = [parts[name].devices for name in ("learner", "engine-0", "engine-1")]
     assert shown == ["cuda:0 (GPU 4)", "cuda:2 (GPU 6)", "cuda:1 (GPU GPU-ab12)"]
 
 
@@ -112,7 +112,9 @@ def test_seconds_of_an_update_follow_from_the_tokens_of_a_batch(prepared: Prepar
 
 
 def test_memory_of_several_devices_is_told_of_each() -> None:
-    part = MappedPart(name="engine", where="cuda:0,1", num_devices=2, bytes_by_use={"weights": 5e9, "cache up to": 1e9})
+    part = MappedPart(
+        name="engine", devices="cuda:0,1", num_devices=2, bytes_by_use={"weights": 5e9, "cache up to": 1e9}
+    )
     assert part.memory() == "3.0 GB on each: weights 2.5 GB, cache up to 500.0 MB"
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.wings.plan import Cluster
-from headrace.wings.plan.placement import MachineResources, PartDemand, machines_of, place
+from headrace.wings.plan.placement import MachineResources, PartDemand, assign_machines, place
 from tests.wings.plan.ray_places import CPUS, GPUS, NUM_MACHINES
 
 
@@ -80,7 +80,7 @@ def test_parts_that_do_not_fit_are_refused_with_what_they_ask_for_and_what_there
 @pytest.mark.parametrize(("engines", "ways", "trainers"), [(3, 2, 10), (1, 8, 8), (16, 1, 0), (2, 4, 8)])
 def test_split_of_a_search_uses_no_accelerator_twice(engines: int, ways: int, trainers: int) -> None:
     cluster = Cluster(accelerator="H100", count=16)
-    placed, ranks = machines_of(engines, ways, trainers, cluster)
+    placed, ranks = assign_machines(engines, ways, trainers, cluster)
     used = Counter({machine: ways * count for machine, count in Counter(placed).items()}) + Counter(ranks)
     assert max(used.values()) <= 8
     assert (len(placed), len(ranks)) == (engines, trainers)

@@ -16,7 +16,7 @@ from headrace.wings.plan.publication import (
     EngineUptake,
     PublicationEstimate,
     PublicationRequest,
-    publish,
+    estimate_publication,
     tree_edges,
 )
 
@@ -86,7 +86,7 @@ def test_broadcasts_take_what_all_connections_of_all_groups_take_together(seed: 
         ranks=[rng.randrange(4) for _ in range(rng.randint(1, 9))],
         engines=[rng.randrange(4) for _ in range(rng.randint(1, 9))],
     )
-    found = publish(request, host)
+    found = estimate_publication(request, host)
     (broadcast,) = (phase for phase in found.phases if phase.name == "broadcast")
     seconds, moved = one_by_one(request, host)
     assert broadcast.seconds == pytest.approx(seconds)
@@ -100,7 +100,7 @@ def of(name: str, ranks: list[int], engines: list[int], width: int, host: HostFi
         image_bytes=num_bytes, sent_bytes=num_bytes, ranks=ranks, engines=engines, width=width,
         uptake=EngineUptake.FILES,
     )  # fmt: skip
-    return publish(request, host)
+    return estimate_publication(request, host)
 
 
 def test_large_models_on_nodes_of_eight_h100_take_what_the_page_says() -> None:
@@ -127,7 +127,7 @@ def test_learner_waits_for_its_copy_alone_and_a_server_for_its_files_too() -> No
         request = PublicationRequest(
             image_bytes=num_bytes, sent_bytes=num_bytes, ranks=[0, 0], engines=[1], uptake=uptake
         )
-        found = publish(request, NODE)
+        found = estimate_publication(request, NODE)
         assert found.copy.seconds == pytest.approx(num_bytes / 2 / (NODE.down_gb_s * GB))
         assert (found.commit.seconds, found.uptake.seconds) == pytest.approx((gap_s, uptake_s))
         assert found.total_s == pytest.approx(found.copy.seconds + found.travel_s + found.commit.seconds)

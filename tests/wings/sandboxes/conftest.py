@@ -94,7 +94,7 @@ def container_options(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def service_of(kind: str, folder: Path) -> Iterator[Any]:
+def start_service(kind: str, folder: Path) -> Iterator[Any]:
     """A stand-in for the service of a kind, with an image made in ``folder``; ``options()`` are settings for it."""
     pytest.importorskip({"kubernetes": "kubernetes.aio"}[kind])
     container_options("docker", folder)
@@ -150,7 +150,7 @@ def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
             services.enter_context(hosted_service(request.param, folder))
             options = {"image": "tree:base"}
         if request.param in SERVICES:
-            options = services.enter_context(service_of(request.param, folder)).options()
+            options = services.enter_context(start_service(request.param, folder)).options()
         made = Sandboxes(request.param, runner, options)
         yield made
         made(made.driver.close())

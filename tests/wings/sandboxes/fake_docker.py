@@ -61,21 +61,21 @@ class FakeDocker:
         image = self.image(order.image)
         if not image.exists():
             fail(125, f"Unable to find image '{order.image}' locally\npull access denied for {order.image}")
-        place = self.container(order.name)
+        directory = self.container(order.name)
         for name in ("upper", "work", "root"):
-            (place / name).mkdir(parents=True)
+            (directory / name).mkdir(parents=True)
         if order.storage_opt:
             size = order.storage_opt[0].removeprefix("size=")
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place], check=True)
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", directory], check=True)
             for name in ("upper", "work", "root"):
-                (place / name).mkdir()
-        return self._run(order, place, json.loads(image.read_text()))
+                (directory / name).mkdir()
+        return self._run(order, directory, json.loads(image.read_text()))
 
-    def _run(self, order: Any, place: Path, image: dict[str, Any]) -> int:
+    def _run(self, order: Any, directory: Path, image: dict[str, Any]) -> int:
         limits = dict(each.split("=") for each in order.ulimit)
         environment = {
-            "PATH": os.environ["PATH"], "LOWER": ":".join(image["layers"]), "PLACE": str(place), "HOST": order.hostname,
-            "SHM": order.shm_size, "FILES": limits["nofile"].split(":")[1],
+            "PATH": os.environ["PATH"], "LOWER": ":".join(image["layers"]), "PLACE": str(directory),
+            "HOST": order.hostname, "SHM": order.shm_size, "FILES": limits["nofile"].split(":")[1],
         }  # fmt: skip
         spaces = ["--mount", "--pid", "--ipc", "--uts", "--fork", "--propagation", "private"]
         spaces += ["--net"] if order.network == "none" else []
@@ -91,8 +91,8 @@ class FakeDocker:
         record_path.write_text(json.dumps(record))
         code = process.wait()
         record_path.unlink(missing_ok=True)
-        subprocess.run(["umount", "-l", place], check=False, stderr=subprocess.DEVNULL)
-        shutil.rmtree(place, ignore_errors=True)
+        subprocess.run(["umount", "-l", directory], check=False, stderr=subprocess.DEVNULL)
+        shutil.rmtree(directory, ignore_errors=True)
         return code if code >= 0 else 128 - code
 
     @staticmethod

@@ -228,8 +228,8 @@ class Processes:
     async def get_result(self, request: Any, ctx: RequestContext[Any, Any]) -> Any: ...
 
 
-def _event(what: Any) -> Any:
-    return process_pb.StartResponse(event=process_pb.ProcessEvent(event=what))
+def _event(content: Any) -> Any:
+    return process_pb.StartResponse(event=process_pb.ProcessEvent(event=content))
 
 
 SERVICE = FakeE2B

@@ -215,15 +215,15 @@ class FakeKubernetes(FakeService):
             return web.json_response({"kind": "PodList", "apiVersion": "v1", "metadata": about_list, "items": items})
         answer = web.StreamResponse(headers={"content-type": "application/json"})
         await answer.prepare(request)
-        place, pending = len(self._log), [("ADDED", pod) for pod in self.pods.values()]
+        position, pending = len(self._log), [("ADDED", pod) for pod in self.pods.values()]
         if "resourceVersion" in request.query:
-            place, pending = int(request.query["resourceVersion"]), []
+            position, pending = int(request.query["resourceVersion"]), []
         with suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(float(request.query["timeoutSeconds"])):
-                await self.watch(answer, selector, place, pending)
+                await self.watch(answer, selector, position, pending)
         return answer
 
-    async def watch(self, answer: web.StreamResponse, selector: str, place: int, pending: list[Any]) -> None:
+    async def watch(self, answer: web.StreamResponse, selector: str, position: int, pending: list[Any]) -> None:
         """Tell what happens to pods, without end."""
         while True:
             for word, pod in pending:
@@ -231,9 +231,9 @@ class FakeKubernetes(FakeService):
                     event = {"type": word, "object": {"kind": "Pod", "apiVersion": "v1", **pod}}
                     await answer.write(json.dumps(event).encode() + b"\n")
             news = self._news
-            if not pending and place == len(self._log):
+            if not pending and position == len(self._log):
                 await news.wait()
-            pending, place = self._log[place:], len(self._log)
+            pending, position = self._log[position:], len(self._log)
 
     async def list_events(self, request: web.Request) -> web.Response:
         fields = dict(part.split("=") for part in request.query["fieldSelector"].split(","))

@@ -122,7 +122,7 @@ def test_stopped_sessions_and_released_snapshots_leave_nothing(sandboxes: Sandbo
 
 
 def test_owners_that_live_or_cannot_be_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = owners.owner_name()
+    own = owners.make_owner_name()
     with monkeypatch.context() as patched:  # somebody sets the clock
         patched.setattr(psutil.Process, "create_time", lambda *_, **__: 5e9)
         assert not owners.is_dead(own)

@@ -150,14 +150,14 @@ def test_input_is_sent_in_parts_and_a_sandbox_that_has_gone_is_told(monkeypatch:
 
 @pytest.mark.parametrize("unshare", [True, False])
 def test_a_launcher_turns_lines_into_the_bytes_of_its_program_and_back(unshare: bool, tmp_path: Path) -> None:
-    words = hosted.launcher_arguments(SandboxSpec(), encoded=True, lined=True, rights=True)
+    words = hosted.make_launcher_arguments(SandboxSpec(), encoded=True, lined=True, rights=True)
     words[words.index("launcher") + 1] = "head -c 100003"  # in place of the server
     refusing = tmp_path / "unshare"
     if not unshare:
         refusing.write_text("#!/bin/sh\nexit 1\n")
         refusing.chmod(0o755)
     data = bytes(range(256)) * 391
-    sent = "".join(hosted.encoded_input(data[start : start + 40_000]) for start in range(0, len(data), 40_000))
+    sent = "".join(hosted.encode_input(data[start : start + 40_000]) for start in range(0, len(data), 40_000))
     done = subprocess.run(
         ["bash", *words], input=sent, capture_output=True, text=True, check=True,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=60,
@@ -278,7 +278,7 @@ def keep_late(service: Any, name: str) -> None:
 
 def test_snapshots_of_dead_owners_are_found_on_every_page(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daytona, "PAGE", 1)
-    parts = owners.owner_name().split("-")
+    parts = owners.make_owner_name().split("-")
     dead = "-".join([*parts[:3], "999999999", "1"])
 
     async def body() -> None:

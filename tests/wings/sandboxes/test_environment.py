@@ -235,7 +235,7 @@ def num_stores(worlds: Worlds) -> int:
 
 def test_an_environment_that_is_given_up_frees_its_files(runner: asyncio.Runner, tmp_path: Path) -> None:
     async def body() -> None:
-        worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept=2))
+        worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept_environments=2))
         stores = set()
         for number in range(5):
             task = open_task(write_task(tmp_path / str(number), HARBOR))
@@ -270,7 +270,7 @@ def test_long_output_is_cut_in_its_middle(runner: asyncio.Runner, tmp_path: Path
         ({"environment/Dockerfile": "FROM x\nCOPY answer.sh lib/note.txt /new"}, {}, ("task_invalid", "need a folder")),
         ({"environment/Dockerfile": "FROM x\nENV A=${B:?unset}"}, {}, ("task_invalid", "B is not set")),
         ({"task.toml": "[environment]\nmemory_mb = inf"}, {}, ("task_invalid", "memory_mb=inf")),
-        ({"task.toml": "[environment]\nallow_internet = true"}, {}, ("task_network", "asks for a network")),
+        ({"task.toml": "[environment]\nallow_internet = true"}, {}, ("task_network", "requests a network")),
         ({"tests/test.sh": "echo lots > /logs/verifier/reward.txt"}, {}, ("task_reward", "'lots' to reward.txt")),
         ({"tests/test.sh": "echo NaN > /logs/verifier/reward.txt"}, {}, ("task_reward", "'NaN'")),
         ({"tests/test.sh": ": > /logs/verifier/reward.txt"}, {}, ("task_reward", "'' to reward.txt")),

@@ -141,7 +141,7 @@ def test_a_session_is_what_was_asked_for_and_its_forks_go_their_own_ways(sandbox
     session = sandboxes.start(life_s=77.5)
     wanted = asked(sandboxes)
     assert (wanted["life"], wanted["network"]) == (2 if sandboxes.kind == "daytona" else 78, False)
-    assert wanted["tags"][owners.LABEL] == owners.owner_name()
+    assert wanted["tags"][owners.LABEL] == owners.make_owner_name()
     assert list(session.missing) == ["disk"]
     data = bytes(range(256)) * 600 + b"\n\n"  # more than one line of base64, and every byte
     sandboxes(session.write({"data": data}))

@@ -13,13 +13,13 @@ import pytest
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes import SandboxSpec, SessionEnded, open_sandboxes
-from headrace.wings.sandboxes.served.owners import owner_name
-from tests.wings.sandboxes.conftest import memory_folder, service_of
+from headrace.wings.sandboxes.served.owners import make_owner_name
+from tests.wings.sandboxes.conftest import memory_folder, start_service
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    with memory_folder() as folder, service_of("kubernetes", folder) as made:
+    with memory_folder() as folder, start_service("kubernetes", folder) as made:
         yield made
 
 
@@ -87,12 +87,12 @@ def test_a_fork_is_an_exact_copy_of_what_was_changed(cluster: Any) -> None:
 
 
 def test_jobs_of_dead_owners_are_removed_and_those_of_others_left(cluster: Any) -> None:
-    machine, boot, space, *_ = owner_name().split("-")
+    machine, boot, space, *_ = make_owner_name().split("-")
     owners = {
         "killed": f"{machine}-{boot}-{space}-{os.getpid()}-1",
         "restarted": f"{machine}-0-{space}-1-1",
         "elsewhere": f"0-{boot}-{space}-1-1",
-        "alive": owner_name(),
+        "alive": make_owner_name(),
         "nameless": "",
     }
     for name, owner in owners.items():

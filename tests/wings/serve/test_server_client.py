@@ -210,7 +210,7 @@ def test_only_the_right_token_opens_the_door(server: Server) -> None:
         ('{"prompt": "a", "n": 1.0}', 400, "n=1.0"),
         ('{"prompt": "a", "n": true}', 400, "n=True"),
         ('{"prompt": "a", "n": 5}', 400, "n=5 is more than 4; ask for n <= 4"),
-        ('{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 asks for nothing"),
+        ('{"prompt": "a", "max_tokens": 0}', 400, "max_tokens=0 without echo=true requests no output"),
         ('{"prompt": "a", "max_tokens": 512}', 400, "exceed the context of 512 tokens"),
         ('{"prompt": "a", "temprature": 1}', 400, "did you mean 'temperature'"),
         ('{"prompt": "a", "logprobs": 21}', 400, "logprobs=21"),

@@ -21,7 +21,7 @@ from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.run import LoadedModel, load
+from headrace.wings.serve.run import LoadedModel, load_served_model
 from tests.wings.serve.server_process import CONTEXT, make_model
 
 CACHE = 64
@@ -37,7 +37,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServeConfig:
 
 @pytest.fixture(scope="module")
 def loaded(config: ServeConfig) -> LoadedModel:
-    return load(config, clock=RealClock())
+    return load_served_model(config, clock=RealClock())
 
 
 def ask(loaded: LoadedModel, config: ServeConfig, path: str, body: dict[str, Any]) -> Any:
@@ -87,7 +87,7 @@ def test_agents_answer_under_their_names_with_their_own_adapters(config: ServeCo
         where.mkdir(parents=True, exist_ok=True)
         save_adapter(model, where, name)
     given = config.model.model_copy(update={"lora": lora.model_copy(update={"adapter": str(tmp_path)})})
-    several = load(config.model_copy(update={"model": given}), clock=RealClock())
+    several = load_served_model(config.model_copy(update={"model": given}), clock=RealClock())
     assert several.agents == ("first", "second")
     said = {}
     for name in ("little", "first", "second"):
@@ -100,4 +100,4 @@ def test_agents_answer_under_their_names_with_their_own_adapters(config: ServeCo
     assert "first, little, second" in refused["error"]["message"]
     same = config.model_copy(update={"model": given, "serve": config.serve.model_copy(update={"name": "first"})})
     with pytest.raises(ConfigError, match="both called 'first'"):
-        load(same, clock=RealClock())
+        load_served_model(same, clock=RealClock())

@@ -19,7 +19,7 @@ from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.run import load
+from headrace.wings.serve.run import load_served_model
 from tests.wings.serve.server_process import make_model
 
 Post = Callable[..., Any]
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def post(directory: str) -> Post:
     config = validate(ServeConfig, {"model": {"path": directory}, "engine": {"cache_tokens": 512}})
-    loaded = load(config, clock=RealClock())
+    loaded = load_served_model(config, clock=RealClock())
 
     async def run(path: str, body: dict[str, Any]) -> httpx.Response:
         served = ServedModel(name=loaded.name, max_context=loaded.max_context, settings=config.serve)
@@ -89,7 +89,7 @@ def test_max_tokens_0_tells_the_prompt_alone(post: Post) -> None:
     assert choice["logprobs"]["top_logprobs"] is None
     assert choice["logprobs"]["text_offset"] == sorted(choice["logprobs"]["text_offset"])
     refused = post("/v1/completions", prompt="Hello", max_tokens=0)
-    assert (refused.status_code, "asks for nothing" in refused.text) == (400, True)
+    assert (refused.status_code, "requests no output" in refused.text) == (400, True)
 
 
 def test_an_echo_precedes_what_is_sampled_whole_and_in_a_stream(post: Post) -> None:

@@ -38,7 +38,7 @@ from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.run import LoadedModel, load
+from headrace.wings.serve.run import LoadedModel, load_served_model
 
 pytest.importorskip("llguidance")
 Post = Callable[..., Any]
@@ -104,7 +104,7 @@ def test_a_slow_structure_holds_up_no_other_and_is_compiled_once() -> None:
 
 @pytest.fixture(scope="module")
 def loaded(config: ServeConfig) -> LoadedModel:
-    return load(config, clock=RealClock())
+    return load_served_model(config, clock=RealClock())
 
 
 @asynccontextmanager
@@ -249,7 +249,7 @@ def test_recorded_kept_sets_make_logprobs_under_a_structure_exact(loaded: Loaded
 
 def test_a_preempted_answer_keeps_to_its_structure(config: ServeConfig) -> None:
     small = config.model_copy(update={"engine": config.engine.model_copy(update={"cache_tokens": 64})})
-    engine = load(small, clock=RealClock()).core
+    engine = load_served_model(small, clock=RealClock()).core
     for number in range(4):
         sampling = Sampling(max_new_tokens=40, seed=number, structure=regex("(ab){12}"), stop_ids=(0,))
         engine.add(GenerateRequest(request_id=number, prompt_ids_T=np.array([5] * 9, np.int32), sampling=sampling))
@@ -263,7 +263,7 @@ def test_a_preempted_answer_keeps_to_its_structure(config: ServeConfig) -> None:
 
 def test_a_tokenizer_that_is_not_of_bytes_is_refused_by_name(tmp_path: Path) -> None:
     directory = make_tiny(tmp_path / "m", TinySpec(vocab=string.ascii_letters, hidden_size=16, num_heads=2))
-    engine = load(validate(ServeConfig, {"model": {"path": str(directory)}}), clock=RealClock()).core
+    engine = load_served_model(validate(ServeConfig, {"model": {"path": str(directory)}}), clock=RealClock()).core
     request = GenerateRequest(
         request_id=0, prompt_ids_T=np.array([3], np.int32), sampling=Sampling(max_new_tokens=4, structure=regex("a"))
     )

@@ -28,11 +28,11 @@ from headrace.launch.inprocess import LocalEngine
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.serve.answering import Service
 from headrace.wings.serve.app import ServerState, make_app
-from headrace.wings.serve.calls import CallFinder, forced_calls
+from headrace.wings.serve.calls import CallFinder, make_call_structure
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.config import ServeConfig
 from headrace.wings.serve.prompts import ServedModel
-from headrace.wings.serve.run import LoadedModel, load
+from headrace.wings.serve.run import LoadedModel, load_served_model
 from tests.extension.stranger.stranger.parser import Shout
 from tests.wings.serve.test_server_structure import byte_tokenizer
 
@@ -86,7 +86,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         tree = json.loads((directory / name).read_text())
         (directory / name).write_text(json.dumps({**tree, "eos_token_id": 0, "pad_token_id": 0}))
     config = {"model": {"path": str(directory)}, "engine": {"cache_tokens": 8192, "max_context": 2048}}
-    return load(validate(ServeConfig, config), clock=RealClock())
+    return load_served_model(validate(ServeConfig, config), clock=RealClock())
 
 
 Use = Callable[[openai.AsyncOpenAI], Any]
@@ -278,7 +278,7 @@ def test_calls_that_cannot_be_made_are_refused_in_words(more: dict[str, Any], wo
 
 def test_calls_of_a_form_without_a_grammar_cannot_be_enforced() -> None:
     with pytest.raises(Refusal, match="calls in the form of Shout cannot be enforced"):
-        forced_calls(Shout(), [], many=True)
+        make_call_structure(Shout(), [], many=True)
 
 
 def test_what_may_be_a_call_is_held_back() -> None:

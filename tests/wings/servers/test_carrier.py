@@ -213,7 +213,7 @@ def test_connection_that_broke_is_a_dead_server_and_the_engine_can_still_leave(l
         raise ComponentDied("vLLM does not answer", remedy="look at its log")
 
     async def begun() -> None:
-        line.wire.spawn(breaks())
+        line.wire.start_task(breaks())
         await asyncio.sleep(60)
 
     sent = version(tmp_path, 1, weights=b"abc")

@@ -164,7 +164,7 @@ def answered(core: ServedEngine) -> list[int]:
 @pytest.mark.parametrize("label", [":", "x:", "7.5:", " :"])
 def test_label_without_a_number_is_no_label(label: str) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        Labels("vLLM", "5f3a").version(f"{label}5f3a")
+        Labels("vLLM", "5f3a").parse(f"{label}5f3a")
 
 
 def test_nothing_comes_any_more_of_what_is_forgotten(shared: Shared) -> None:

@@ -82,7 +82,7 @@ def test_recorded_answer_of_vllm_becomes_tokens_logprobs_and_versions() -> None:
     )
     assert first == StreamPart(ids=[6, 3], logprobs=[-0.8261509537696838, -3.253582000732422])
     assert last is not None
-    assert (last.ids, last.ended) == ([4], "length")
+    assert (last.ids, last.finish_reason) == ([4], "length")
     assert last.spans == (VersionSpan(version="6", start=0, end=3),)
 
 
@@ -276,7 +276,7 @@ def test_server_that_tells_no_records_ends_the_engine_with_how_to_start_it(
         number = rig.add([3, 4], max_new_tokens=4, top_k=3, **{record: True})
         with pytest.raises(ComponentDied) as told:
             rig.finish(number)
-    assert f"vLLM at {url} tells no" in told.value.problem
+    assert f"vLLM at {url} does not report the" in told.value.problem
     assert flag in told.value.remedy
 
 

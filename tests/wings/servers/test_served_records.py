@@ -71,8 +71,8 @@ def headed(shape: tuple[int, ...], kind: str) -> str:
 
 def test_layers_without_experts_are_left_out(routes: RoutingDecoder) -> None:
     every = told(4)
-    assert routes.of(every, 4).tolist() == every[:, 1:].tolist()
-    assert routes.of(every.ravel().astype(np.int32), 4).dtype == np.uint8
+    assert routes.convert(every, 4).tolist() == every[:, 1:].tolist()
+    assert routes.convert(every.ravel().astype(np.int32), 4).dtype == np.uint8
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_layers_without_experts_are_left_out(routes: RoutingDecoder) -> None:
 )
 def test_experts_that_cannot_be_are_not_believed(experts: Any, count: int, routes: RoutingDecoder) -> None:
     with pytest.raises(ValueError, match=r"experts"):
-        routes.of(experts, count)
+        routes.convert(experts, count)
 
 
 @pytest.mark.parametrize("kept", [[[4]], [[4, 9], [6]], [[9, 4], [5]], [[4, 4], [5]], [[], [5]], [[4, 10], [5]]])
@@ -136,7 +136,7 @@ def test_experts_reach_the_reader_with_the_prompts_at_first_and_none_for_the_las
     answer.append(StreamPart(ids=[5, 6, 7], logprobs=[-1.0, -1.0, -1.0]), 0)
     assert answer.chunk().tokens.routing is None, "nothing is known of an answer that has not ended"
     answer.num_sent = 0
-    answer.experts_NLK = routes.of(told(4), 4)
+    answer.experts_NLK = routes.convert(told(4), 4)
     chunk = answer.chunk()
     assert chunk.prompt_routing is not None
     assert chunk.tokens.routing is not None

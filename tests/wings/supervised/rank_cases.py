@@ -27,14 +27,14 @@ BY_WEIGHTS: tuple[dict[str, int], ...] = ({"replicate": 2}, {"tensor": 2})
 """The layouts that copy or cut the weights, of which a loss sees nothing."""
 
 
-def layouts_of(loss: str) -> tuple[dict[str, int], ...]:
+def choose_layouts(loss: str) -> tuple[dict[str, int], ...]:
     """Return the layouts over which a loss is computed every day; the slow tests have the others."""
     return (*BY_TOKENS, *BY_WEIGHTS) if loss.startswith("sft") else BY_TOKENS
 
 
 def given_rows(directory: Path) -> dict[str, Any]:
     """What :func:`_compared` finds over the layouts of every day."""
-    return _compared(directory, layouts_of)
+    return _compared(directory, choose_layouts)
 
 
 def given_rows_by_weights(directory: Path) -> dict[str, Any]:

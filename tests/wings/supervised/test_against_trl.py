@@ -19,7 +19,7 @@ from headrace.base.clock import RealClock
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.models import load_model
-from headrace.wings.supervised.booking import batch_of
+from headrace.wings.supervised.bookkeeping import make_batch
 from headrace.wings.supervised.config import DpoConfig, SftConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, prepare_tuning
 from headrace.wings.supervised.session import dpo, sft
@@ -177,7 +177,7 @@ def test_packed_loss_and_gradient_are_those_of_plain_transformers(name, budget, 
     }, config=prepared.config.model_copy(update={"learner": config}))  # fmt: skip
     core = learner_of(prepared)
     rows = [prepared.rows.rows[row] for row in prepared.schedule.rows(0)]
-    batch, _ = batch_of(0, list(enumerate(rows)))
+    batch, _ = make_batch(0, list(enumerate(rows)))
     ours = core.forward_backward(batch)
     double = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()

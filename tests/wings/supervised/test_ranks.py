@@ -25,7 +25,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.run.cli.status import read_run_state
 from headrace.run.session.exporting import export
-from headrace.wings.supervised.booking import batch_of
+from headrace.wings.supervised.bookkeeping import make_batch
 from headrace.wings.supervised.learner import Answer, RankedLearner
 from headrace.wings.supervised.session import sft
 from tests.launch.test_forking import gone
@@ -33,7 +33,7 @@ from tests.learner.builders import gradients
 from tests.learner.test_parallel import Found, answer, run
 from tests.once import once, selected, shared_directory
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
-from tests.wings.supervised.rank_cases import BY_WEIGHTS, layouts_of
+from tests.wings.supervised.rank_cases import BY_WEIGHTS, choose_layouts
 from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
 from tests.wings.supervised.test_runs import run_file
 
@@ -66,7 +66,7 @@ def found_alone(directory: Path, model: Path, names: list[str]) -> Found:
         prepared = prepared_for(loss, model, directory / "run", **lora)
         core, all_rows = learner_of(prepared), prepared.rows.rows
         batches = [
-            batch_of(step, [(place, all_rows[place]) for place in prepared.schedule.rows(step)])[0]
+            make_batch(step, [(place, all_rows[place]) for place in prepared.schedule.rows(step)])[0]
             for step in range(prepared.schedule.num_steps)
         ]
         config = {"verb": prepared.verb, "config": prepared.config.model_dump(mode="json")}
@@ -87,7 +87,7 @@ def found_by_ranks(place: Path, case: str) -> Found:
 
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, place: Path, alone: Found) -> None:
-    assert_same(name, found_by_ranks(place, "given_rows"), alone, layouts_of(name))
+    assert_same(name, found_by_ranks(place, "given_rows"), alone, choose_layouts(name))
 
 
 @pytest.mark.slow

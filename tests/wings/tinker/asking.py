@@ -8,12 +8,12 @@ IDS = [5, 9, 11, 7, 30, 22, 8, 14, 6, 19, 33, 12]
 ADAM = types.AdamParams(learning_rate=1e-2)
 
 
-def new(service, **how):
-    return service.create_lora_training_client(base_model=NAME, **{"rank": 4, "seed": 1, **how}).result()
+def create_model(service, **options):
+    return service.create_lora_training_client(base_model=NAME, **{"rank": 4, "seed": 1, **options}).result()
 
 
-def sampled(sampler, ids=IDS, n=1, **how):
-    params = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **how})
+def sample(sampler, ids=IDS, n=1, **options):
+    params = types.SamplingParams(**{"max_tokens": 8, "seed": 3, **options})
     return sampler.sample(prompt=types.ModelInput.from_ints(ids), num_samples=n, sampling_params=params).result()
 
 

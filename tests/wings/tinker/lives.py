@@ -76,7 +76,7 @@ def main() -> None:
     for _ in sys.stdin:
         pid = os.fork()
         if pid == 0:
-            serve(settings(model, state, port=port), KEY, clock=RealClock(), serving=lambda url: None)
+            serve(settings(model, state, port=port), KEY, clock=RealClock(), on_serving=lambda url: None)
             os._exit(0)
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) * -1, flush=True)

@@ -11,18 +11,18 @@ from headrace.models import ModelConfig, load_model
 from headrace.wings.tinker.compute import BaseCompute, FrozenBase
 from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.journal import WAITING, Journal, JournalEntry
-from headrace.wings.tinker.performing import Performer, spec_of
+from headrace.wings.tinker.performing import Performer, make_spec
 from headrace.wings.tinker.schema import CreateModelBody, parse
 from headrace.wings.tinker.tenants import Tenants
 
 MODEL = "s:train:0"
 
 
-def compute_of(model: Path, **more) -> BaseCompute:
+def make_compute(model: Path, **more) -> BaseCompute:
     return BaseCompute(load_model(ModelConfig(path=str(model))), **{"tokens_per_microbatch": 32, **more})
 
 
-def base_of(compute: BaseCompute, max_rank: int = 64) -> FrozenBase:
+def make_base(compute: BaseCompute, max_rank: int = 64) -> FrozenBase:
     return FrozenBase(path=Path(compute.model.config.name_or_path), compute=compute, max_rank=max_rank, max_context=256)
 
 
@@ -47,10 +47,10 @@ class Offline:
         self.journal, self.failures = Journal(state), []
         self.turns = FairThread("test-turns", self.failures.append)
         clock = RealClock()
-        self._bases = AnyName(base_of(compute, max_rank))
+        self._bases = AnyName(make_base(compute, max_rank))
         self.tenants = Tenants(self.journal, state, self._bases, self.turns, clock=clock, **{"max_resident": 8, **more})
         self.tenants.perform = Performer(
-            self.journal, state, self._bases, clock=clock, seed_of=lambda model: 0, ephemeral_s=1e9
+            self.journal, state, self._bases, clock=clock, get_seed=lambda model: 0, ephemeral_s=1e9
         )
         self.tenants.resume()
 
@@ -58,7 +58,7 @@ class Offline:
         config = {"rank": rank, "seed": 1, **lora}
         given = {"session_id": "s", "model_seq_id": 0, "base_model": base, "lora_config": config}
         body = json.dumps(given).encode()
-        spec = spec_of(parse(body, CreateModelBody), self._bases[base])
+        spec = make_spec(parse(body, CreateModelBody), self._bases[base])
         self.journal.run(
             "INSERT OR IGNORE INTO models (id, session, number, created_s, used_s, spec) VALUES (?, 's', 0, 0, 0, ?)",
             model, json.dumps(spec),

@@ -58,11 +58,11 @@ def prepare(directory: Path) -> None:
     rows = [
         {
             "prompt": "Say hi",
-            "prompt_id": str(place),
+            "prompt_id": str(index),
             "category": "Chat",
-            "messages": [{"role": "user", "content": f"Say hi {place}"}, {"role": "assistant", "content": "hi there"}],
+            "messages": [{"role": "user", "content": f"Say hi {index}"}, {"role": "assistant", "content": "hi there"}],
         }
-        for place in range(40)
+        for index in range(40)
     ]
     data_set(directory / "HuggingFaceH4" / "no_robots", {"default": {"train": rows, "test": rows[:4]}})
 
@@ -73,30 +73,30 @@ COMMON = ("datasets", "tinker_cookbook.rl.train", "tinker_cookbook.supervised.tr
 
 
 class Recipes:
-    """A process that runs recipes in the directory ``place``, one after the other."""
+    """A process that runs recipes in ``directory``, one after the other."""
 
-    def __init__(self, forking: subprocess.Popen[str], place: Path) -> None:
-        self._forking, self._place = forking, place
+    def __init__(self, forking: subprocess.Popen[str], directory: Path) -> None:
+        self._forking, self._directory = forking, directory
 
     def run(self, module: str, options: Sequence[str]) -> tuple[int, str]:
         """Run ``python -m module *options``; return its exit status, and what it printed."""
         assert self._forking.stdin is not None
         assert self._forking.stdout is not None
-        output = self._place / "output.txt"
+        output = self._directory / "output.txt"
         self._forking.stdin.write(json.dumps([module, list(options), str(output)]) + "\n")
         self._forking.stdin.flush()
         return int(self._forking.stdout.readline()), output.read_text(encoding="utf-8")
 
 
 @contextmanager
-def recipes(place: Path, environment: Mapping[str, str]) -> Iterator[Recipes]:
+def recipes(directory: Path, environment: Mapping[str, str]) -> Iterator[Recipes]:
     """Yield the process that runs recipes; it ends with the context."""
     command = [sys.executable, "-m", "tests.wings.tinker.recipes"]
     own = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=place, env=own, **pipes) as forking:
+    with subprocess.Popen(command, cwd=directory, env=own, **pipes) as forking:
         try:
-            yield Recipes(forking, place)
+            yield Recipes(forking, directory)
         finally:
             forking.kill()
 

@@ -17,7 +17,7 @@ from headrace.base.clock import RealClock
 from headrace.engine.config import EngineConfig
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.tinker.config import BaseConfig, TinkerConfig
-from headrace.wings.tinker.run import TinkerServer, bind, key_of
+from headrace.wings.tinker.run import TinkerServer, bind, read_or_create_key
 
 NAME, WHOLE = "Qwen/Qwen3-8B", "whole/model"
 VOCAB = "abcdefghijklmnopqrstuvwxyz0123456789 +-=?"
@@ -51,7 +51,7 @@ def served(model: Path, state: Path, **more: Any) -> Iterator[tuple[str, str]]:
     """Yield the URL and the key of a server."""
     ready, urls, failures = threading.Event(), list[str](), list[BaseException]()
     config = settings(model, state, **more)
-    key = key_of(config.state)
+    key = read_or_create_key(config.state)
 
     def serving(url: str) -> None:
         urls.append(url)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from headrace.base.errors import ConfigError
 from headrace.run.cli.app import app
-from headrace.wings.tinker.verb import bases_of
+from headrace.wings.tinker.verb import make_bases
 from tests.wings.tinker.serving import NAME, client, datum, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")
@@ -110,7 +110,7 @@ def test_a_name_that_is_now_another_models_is_refused_once_models_were_trained_o
 
 
 def test_names_say_which_directory_they_mean(model, other):
-    one, two = bases_of(model, ["A", f"B={other}", f"C={model}"])
+    one, two = make_bases(model, ["A", f"B={other}", f"C={model}"])
     assert (one.path, two.path) == (model, other)
     assert one.names == ("A", "C", "model", str(model))
     assert two.names == ("B", str(other)), "the name of the directory is the first one's"
@@ -132,7 +132,7 @@ def test_a_directory_of_a_hubs_name_is_served_under_that_name(model, tmp_path, m
     (tmp_path / "Qwen").mkdir()
     (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to(model)
     monkeypatch.chdir(tmp_path)
-    (one,) = bases_of("Qwen/Qwen3-0.6B", [])
+    (one,) = make_bases("Qwen/Qwen3-0.6B", [])
     assert one.names[0] == "Qwen/Qwen3-0.6B"
 
 

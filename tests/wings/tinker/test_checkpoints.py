@@ -13,12 +13,12 @@ import tinker
 from tinker import RequestFailedError, RestClient, types
 from tinker._exceptions import APIStatusError
 
-from tests.wings.tinker.asking import IDS, new, sampled, step
+from tests.wings.tinker.asking import IDS, create_model, sample, step
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 
 def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
-    trained = new(service)
+    trained = create_model(service)
     step(trained)
     training = trained.save_state("one", ttl_seconds=3600).result().path
     sampler = trained.save_weights_for_sampler("two").result().path
@@ -45,7 +45,7 @@ def test_checkpoints_are_listed_downloaded_and_deleted(service, server):
 
 
 def test_the_programs_of_client_and_cookbook_download_checkpoints(service, server, tmp_path):
-    trained = new(service)
+    trained = create_model(service)
     step(trained)
     training, external = trained.save_state("one").result().path, trained.save_weights_external("two").result().path
     shell = {**os.environ, "TINKER_BASE_URL": server[0], "TINKER_API_KEY": server[1], "TINKER_TELEMETRY": "0"}
@@ -62,7 +62,7 @@ def test_the_programs_of_client_and_cookbook_download_checkpoints(service, serve
 def test_lists_come_in_pages_and_runs_of_a_project_alone(server):
     ask = {"headers": {"x-api-key": server[1]}}
     with tinker.ServiceClient(base_url=server[0], api_key=server[1], project_id="p1") as service:
-        trained = new(service)
+        trained = create_model(service)
         rest = RestClient(base_url=server[0], api_key=server[1])
         assert [each.training_run_id for each in rest.list_training_runs(project_id="p1").result().training_runs] == [
             trained.model_id
@@ -76,7 +76,7 @@ def test_lists_come_in_pages_and_runs_of_a_project_alone(server):
 
 
 def test_weights_that_are_not_finite_are_not_saved(service):
-    trained = new(service)
+    trained = create_model(service)
     sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
     trained.forward_backward([datum(IDS)], "cross_entropy").result()
     trained.optim_step(types.AdamParams(learning_rate=1e39)).result()
@@ -87,21 +87,21 @@ def test_weights_that_are_not_finite_are_not_saved(service):
     ):
         with pytest.raises(RequestFailedError, match=r"after 1 optimizer steps hold values .* nothing is saved"):
             save().result()
-    assert sampled(sampler).sequences[0].tokens
+    assert sample(sampler).sequences[0].tokens
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")
 def test_a_model_whose_weights_are_lost_goes_on_from_a_checkpoint(model, tmp_path):
     with served(model, tmp_path) as (url, key):
         service = client(url, key)
-        trained = new(service)
+        trained = create_model(service)
         good = trained.save_state("good").result().path
         trained.forward_backward([datum(IDS)], "cross_entropy").result()
         trained.optim_step(types.AdamParams(learning_rate=1e39)).result()
     with served(model, tmp_path, port=int(url.rpartition(":")[2])):
         with pytest.raises(RequestFailedError, match="cannot be restored"):
             step(trained)
-        other = new(service, rank=8).save_state("other").result().path
+        other = create_model(service, rank=8).save_state("other").result().path
         with pytest.raises(RequestFailedError, match=r"has rank 8, .* the model has rank 4"):
             trained.load_state(other).result()
         trained.load_state(good).result()
@@ -112,7 +112,7 @@ def test_a_model_whose_weights_are_lost_goes_on_from_a_checkpoint(model, tmp_pat
 @pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")
 def test_a_model_keeps_its_name_of_the_base_whatever_it_loads(model, tmp_path):
     with served(model, tmp_path, alias="alias/one") as (url, key), client(url, key) as service:
-        path = new(service).save_state("named").result().path
+        path = create_model(service).save_state("named").result().path
         trained = service.create_lora_training_client(base_model="alias/one", rank=4).result()
         trained.save_weights_and_get_sampling_client(kind="inflight").result()
         trained.load_state(path).result()
@@ -120,13 +120,13 @@ def test_a_model_keeps_its_name_of_the_base_whatever_it_loads(model, tmp_path):
         step(trained)
         sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
         assert sampler.get_base_model() == "alias/one"
-        assert sampled(sampler).sequences[0].tokens
+        assert sample(sampler).sequences[0].tokens
 
 
 def test_what_a_sampler_of_a_living_session_uses_stays_when_its_maker_leaves(model, tmp_path):
     with served(model, tmp_path) as (url, key), client(url, key) as other:
         maker = client(url, key)
-        trained = new(maker)
+        trained = create_model(maker)
         path = trained.save_state("again").result().path
         unused = trained.save_state("unused").result().path
         sampler = other.create_sampling_client(model_path=path).result()
@@ -139,18 +139,18 @@ def test_what_a_sampler_of_a_living_session_uses_stays_when_its_maker_leaves(mod
         assert left["again"] > 3600
         assert left.get("unused", 0) <= 0
         assert unused
-        assert sampled(sampler).sequences[0].tokens
+        assert sample(sampler).sequences[0].tokens
 
 
 def test_a_sampler_keeps_the_weights_of_a_checkpoint_that_is_replaced(service):
-    trained = new(service)
+    trained = create_model(service)
     path = trained.save_state("again").result().path
     used, later = (service.create_sampling_client(model_path=path).result() for _ in range(2))
-    before = sampled(used, temperature=1.0).sequences[0]
+    before = sample(used, temperature=1.0).sequences[0]
     for _ in range(3):
         step(trained)
     trained.save_state("again", overwrite=True).result()
     trained.save_weights_and_get_sampling_client(kind="inflight").result()
-    assert sampled(later, temperature=1.0).sequences[0].logprobs == before.logprobs
+    assert sample(later, temperature=1.0).sequences[0].logprobs == before.logprobs
     newest = service.create_sampling_client(model_path=path).result()
-    assert sampled(newest, temperature=1.0).sequences[0].logprobs != before.logprobs
+    assert sample(newest, temperature=1.0).sequences[0].logprobs != before.logprobs

@@ -24,7 +24,7 @@ from headrace.wings.tinker import tenants
 from headrace.wings.tinker.jobs import ResultResponse
 from headrace.wings.tinker.journal import Journal
 from headrace.wings.tinker.service import TinkerService
-from tests.wings.tinker.asking import ADAM, IDS, new, sampled, step
+from tests.wings.tinker.asking import ADAM, IDS, create_model, sample, step
 from tests.wings.tinker.serving import NAME, client, datum, served
 
 ONES, NUMBERS = np.ones(11, np.float32), itertools.count(900)
@@ -43,15 +43,15 @@ def base_logprobs(model):
 
 
 def test_training_lowers_the_loss_and_the_sampler_learns_it(service):
-    trained = new(service)
+    trained = create_model(service)
     losses = [step(trained).metrics["loss:sum"] for _ in range(60)]
     assert losses[-1] < 0.1 * losses[0]
     sampler = trained.save_weights_and_get_sampling_client().result()
-    assert sampled(sampler, IDS[:4], temperature=0.0, max_tokens=8).sequences[0].tokens == IDS[4:]
+    assert sample(sampler, IDS[:4], temperature=0.0, max_tokens=8).sequences[0].tokens == IDS[4:]
 
 
 def test_the_first_forward_is_the_base_and_changes_nothing(service, base_logprobs):
-    trained = new(service)
+    trained = create_model(service)
     first = trained.forward([datum(IDS)], "cross_entropy").result()
     expected = base_logprobs(IDS)[np.arange(len(IDS) - 1), IDS[1:]]
     assert np.allclose(first.loss_fn_outputs[0]["logprobs"].data, expected, atol=1e-5)
@@ -61,7 +61,7 @@ def test_the_first_forward_is_the_base_and_changes_nothing(service, base_logprob
 
 
 def test_gradients_of_several_calls_add_up_until_the_step(service):
-    once, twice = new(service), new(service)
+    once, twice = create_model(service), create_model(service)
     data = [datum(IDS), datum(IDS[3:])]
     once.forward_backward(data, "cross_entropy").result()
     for each in data:
@@ -71,7 +71,7 @@ def test_gradients_of_several_calls_add_up_until_the_step(service):
 
 
 def test_chunks_of_one_call_arrive_last_first_and_add_up(service):
-    trained, whole = new(service), new(service)
+    trained, whole = create_model(service), create_model(service)
     trained.holder._client_config = trained.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 2})
     data = [datum([*IDS, extra]) for extra in range(5, 14)]
     found = trained.forward_backward(data, "cross_entropy").result()
@@ -83,13 +83,13 @@ def test_chunks_of_one_call_arrive_last_first_and_add_up(service):
 
 
 def test_a_snapshot_sampler_stays_what_it_was_while_the_model_trains(service):
-    trained = new(service)
+    trained = create_model(service)
     step(trained)
     sampler = trained.save_weights_and_get_sampling_client().result()
-    before = sampled(sampler, n=3)
+    before = sample(sampler, n=3)
     for _ in range(5):
         step(trained)
-    after = sampled(sampler, n=3)
+    after = sample(sampler, n=3)
     assert [one.tokens for one in after.sequences] == [one.tokens for one in before.sequences]
     newer = trained.save_weights_and_get_sampling_client().result()
     scores = [each.compute_logprobs(types.ModelInput.from_ints(IDS)).result() for each in (sampler, newer)]
@@ -97,11 +97,11 @@ def test_a_snapshot_sampler_stays_what_it_was_while_the_model_trains(service):
 
 
 def test_an_inflight_sampler_takes_the_weights_of_the_next_inflight_save(service):
-    trained = new(service)
+    trained = create_model(service)
     sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
     prompt = types.ModelInput.from_ints(IDS)
     before = sampler.compute_logprobs(prompt).result()
-    sampled(sampler)
+    sample(sampler)
     for _ in range(5):
         step(trained)
     assert sampler.compute_logprobs(prompt).result() == before
@@ -110,7 +110,7 @@ def test_an_inflight_sampler_takes_the_weights_of_the_next_inflight_save(service
 
 
 def test_logits_that_overflow_are_refused_with_the_version_of_the_adapter(service):
-    trained = new(service)
+    trained = create_model(service)
     trained.forward_backward([datum(IDS)], "cross_entropy").result()
     trained.optim_step(types.AdamParams(learning_rate=1e20)).result()
     sampler = trained.save_weights_and_get_sampling_client().result()
@@ -119,14 +119,14 @@ def test_logits_that_overflow_are_refused_with_the_version_of_the_adapter(servic
 
 
 def test_an_inflight_sampler_reads_no_cached_prompt_of_its_older_weights(service):
-    trained, prompt = new(service), IDS * 4
+    trained, prompt = create_model(service), IDS * 4
     sampler = trained.save_weights_and_get_sampling_client(kind="inflight").result()
-    before = sampled(sampler, prompt, temperature=0.0).sequences[0]
+    before = sample(sampler, prompt, temperature=0.0).sequences[0]
     for _ in range(5):
         step(trained)
     trained.save_weights_and_get_sampling_client(kind="inflight").result()
     snapshot = trained.save_weights_and_get_sampling_client().result()
-    found, expected = (sampled(each, prompt).sequences[0] for each in (sampler, snapshot))
+    found, expected = (sample(each, prompt).sequences[0] for each in (sampler, snapshot))
     assert found.tokens == expected.tokens
     assert np.allclose(found.logprobs, expected.logprobs, atol=1e-5)
     assert before.tokens
@@ -134,7 +134,7 @@ def test_an_inflight_sampler_reads_no_cached_prompt_of_its_older_weights(service
 
 def test_sampled_logprobs_and_prompt_logprobs_are_those_of_the_model(service, base_logprobs):
     sampler = service.create_sampling_client(base_model=NAME).result()
-    found = sampled(sampler, n=2, max_tokens=6)
+    found = sample(sampler, n=2, max_tokens=6)
     for one in found.sequences:
         whole = [*IDS, *one.tokens]
         expected = base_logprobs(whole)[np.arange(len(IDS) - 1, len(whole) - 1), one.tokens]
@@ -216,25 +216,25 @@ def test_a_prompt_that_fills_the_context_is_scored(service, base_logprobs):
     scores = sampler.compute_logprobs(types.ModelInput.from_ints(ids)).result()
     assert np.allclose(scores[1:], base_logprobs(ids)[np.arange(255), ids[1:]], atol=1e-4)
     with pytest.raises(RequestFailedError, match="exceed the context of 256"):
-        sampled(sampler, ids, max_tokens=1)
+        sample(sampler, ids, max_tokens=1)
 
 
 def test_seeds_repeat_and_stops_end(service):
     sampler = service.create_sampling_client(base_model=NAME).result()
-    first = sampled(sampler, n=2, max_tokens=12)
-    assert [one.tokens for one in sampled(sampler, n=2, max_tokens=12).sequences] == [
+    first = sample(sampler, n=2, max_tokens=12)
+    assert [one.tokens for one in sample(sampler, n=2, max_tokens=12).sequences] == [
         one.tokens for one in first.sequences
     ]
     assert first.sequences[0].tokens != first.sequences[1].tokens
     whole = first.sequences[0].tokens
-    cut = sampled(sampler, max_tokens=12, stop=[whole[3]]).sequences[0]
+    cut = sample(sampler, max_tokens=12, stop=[whole[3]]).sequences[0]
     assert cut.stop_reason == "stop"
     assert cut.tokens == whole[: whole.index(whole[3]) + 1]
-    assert sampled(sampler, max_tokens=12, stop=[]).sequences[0].stop_reason == "length"
+    assert sample(sampler, max_tokens=12, stop=[]).sequences[0].stop_reason == "length"
 
 
 def test_a_custom_loss_has_the_gradient_of_its_function(service):
-    custom, plain = new(service), new(service)
+    custom, plain = create_model(service), create_model(service)
 
     def loss(data, logprobs):
         return -sum(each.sum() for each in logprobs), {"mine": 1.0}
@@ -247,7 +247,7 @@ def test_a_custom_loss_has_the_gradient_of_its_function(service):
 
 
 def test_a_model_loaded_with_its_optimizer_goes_on_as_the_one_saved(service):
-    trained = new(service)
+    trained = create_model(service)
     step(trained)
     path = trained.save_state("here").result().path
     loaded = service.create_training_client_from_state_with_optimizer(path).result()
@@ -301,7 +301,7 @@ def test_a_state_that_cannot_be_used_is_refused_by_name(model, tmp_path):
     ],
 )
 def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how, loss, words):
-    trained = new(service)
+    trained = create_model(service)
     with pytest.raises(RequestFailedError, match=words) as failed:
         trained.forward_backward([datum(IDS, **how)], loss).result()
     assert failed.value.category is RequestErrorCategory.User
@@ -320,7 +320,7 @@ def test_what_cannot_be_trained_fails_by_name_and_the_model_goes_on(service, how
 def test_options_of_a_loss_that_mean_nothing_are_refused(service, loss, options, words):
     data = [datum(IDS, logprobs=ONES, advantages=ONES)]
     with pytest.raises(RequestFailedError, match=words):
-        new(service).forward_backward(data, loss, options).result()
+        create_model(service).forward_backward(data, loss, options).result()
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_a_model_that_cannot_be_made_is_refused(service, how, words):
 
 
 def test_a_datum_that_does_not_fit_fails_by_name_and_the_model_goes_on(service):
-    trained = new(service)
+    trained = create_model(service)
     with pytest.raises(RequestFailedError, match="300 tokens; give 1 to 256") as failed:
         trained.forward_backward([datum([5] * 301)], "cross_entropy").result()
     assert failed.value.category is RequestErrorCategory.User
@@ -354,7 +354,7 @@ def test_a_foreign_path_is_refused(service, path):
     for ask in (service.create_training_client_from_state, service.create_sampling_client):
         with pytest.raises(APIStatusError, match="there is no checkpoint"):
             ask(path).result()
-    assert step(new(service)).metrics["loss:sum"] > 0
+    assert step(create_model(service)).metrics["loss:sum"] > 0
 
 
 @pytest.mark.parametrize(
@@ -397,16 +397,16 @@ def test_an_adapter_that_trains_nothing_is_refused(server):
 def test_a_prompt_that_does_not_fit_fails_by_name(service):
     sampler = service.create_sampling_client(base_model=NAME).result()
     with pytest.raises(RequestFailedError, match="exceed the context of 256") as failed:
-        sampled(sampler, max_tokens=300)
+        sample(sampler, max_tokens=300)
     assert failed.value.category is RequestErrorCategory.User
-    assert sampled(sampler).sequences
+    assert sample(sampler).sequences
 
 
 def test_answers_are_kept_up_to_a_size_and_the_newest_always(model, tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.wings.tinker.jobs.KEPT_BYTES", 600)
     with served(model, tmp_path / "state") as (url, key), client(url, key) as service:
         sampler = service.create_sampling_client(base_model=NAME).result()
-        answers = [sampled(sampler, n=4) for _ in range(8)]  # of some 200 bytes each
+        answers = [sample(sampler, n=4) for _ in range(8)]  # of some 200 bytes each
         assert len({len(each.sequences) for each in answers}) == 1
         session = httpx.get(f"{url}/api/v1/sessions", headers={"x-api-key": key}).json()["sessions"][0]
         names = [f"{session}:sample:0:{seq}" for seq in range(9)]
@@ -431,7 +431,7 @@ def test_more_targets_than_a_request_may_have_are_refused(service, monkeypatch):
 
 def test_a_body_that_is_too_long_or_cut_fails_in_its_place(model, tmp_path):
     with served(model, tmp_path / "state", max_body_bytes=2000) as (url, key), client(url, key) as service:
-        trained = new(service)
+        trained = create_model(service)
         futures = [trained.forward_backward([datum(ids)], "cross_entropy") for ids in (IDS * 20, IDS)]
         with pytest.raises(APIStatusError, match="more than 2000 bytes"):
             futures[0].result()
@@ -459,7 +459,7 @@ def test_a_client_that_leaves_within_its_body_leaves_no_trace(server, caplog):
 
 def test_one_request_cannot_end_or_block_the_server(service, server):
     url, ask = f"{server[0]}/api/v1", {"headers": {"x-api-key": server[1]}}
-    sampler, trained = service.create_sampling_client(base_model=NAME).result(), new(service)
+    sampler, trained = service.create_sampling_client(base_model=NAME).result(), create_model(service)
     prompt = types.ModelInput.from_ints(IDS)
     for how in ({"topk_prompt_logprobs": 90}, {"topk_sample_logprobs": 90}):
         asked = {"prompt": prompt, "num_samples": 1, "sampling_params": types.SamplingParams(max_tokens=2), **how}
@@ -521,7 +521,7 @@ def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp
     monkeypatch.setattr(TinkerService, "retrieve", noted)
     with ThreadPoolExecutor() as pool, served(model, tmp_path) as (url, key):
         service = client(url, key)
-        trained, sampler = new(service), service.create_sampling_client(base_model=NAME).result()
+        trained, sampler = create_model(service), service.create_sampling_client(base_model=NAME).result()
         step = {"model_id": trained.model_id, "seq_id": 7, "adam_params": {}}  # others have to come before
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]}, "num_samples": 128, "seq_id": 9,
@@ -540,22 +540,22 @@ def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp
 
 def test_a_wrong_key_is_refused(server):
     with pytest.raises(APIStatusError, match="TINKER_API_KEY"):
-        new(client(server[0], "tml-wrong"))
+        create_model(client(server[0], "tml-wrong"))
 
 
 def test_a_client_goes_on_where_it_was_after_its_server_was_started_again(model, tmp_path):
     with served(model, tmp_path / "plain") as (url, key), client(url, key) as service:
-        trained = new(service)
+        trained = create_model(service)
         expected = [step(trained).metrics["loss:sum"] for _ in range(4)]
     with served(model, tmp_path / "state") as (url, key):
         service = client(url, key)
-        trained = new(service)
+        trained = create_model(service)
         losses = [step(trained).metrics["loss:sum"]]
         trained.forward_backward([datum(IDS)], "cross_entropy").result()
         sampler = trained.save_weights_and_get_sampling_client().result()
-        before = sampled(sampler).sequences[0].tokens
+        before = sample(sampler).sequences[0].tokens
     with served(model, tmp_path / "state", port=int(url.rpartition(":")[2])):
-        assert sampled(sampler).sequences[0].tokens == before
+        assert sample(sampler).sequences[0].tokens == before
         trained.optim_step(ADAM).result()
         losses += [step(trained).metrics["loss:sum"] for _ in range(2)]
         service.close("success").result()
@@ -565,12 +565,12 @@ def test_a_client_goes_on_where_it_was_after_its_server_was_started_again(model,
 def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path):
     with served(model, tmp_path / "state", max_models=1) as (url, key), client(url, key) as other:
         service = client(url, key)
-        trained = new(service)
+        trained = create_model(service)
         losses = [step(trained).metrics["loss:sum"]]
         with pytest.raises(APIStatusError, match="there are 1 models"):
-            new(other)
+            create_model(other)
         service.close("success").result()
-        assert new(other).model_id
+        assert create_model(other).model_id
     assert losses[0] > 0
 
 
@@ -584,7 +584,7 @@ def test_a_client_that_ends_makes_room_for_the_models_of_others(model, tmp_path)
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 def test_a_model_goes_on_after_a_request_that_means_nothing(service, call):
-    trained = new(service)
+    trained = create_model(service)
     with pytest.raises(RequestFailedError):
         call(trained).result()
     assert step(trained).metrics["loss:sum"] > 0
@@ -592,7 +592,7 @@ def test_a_model_goes_on_after_a_request_that_means_nothing(service, call):
 
 def test_a_request_that_its_client_never_sent_is_given_up(service, monkeypatch):
     monkeypatch.setattr(tenants, "MISSING_S", 0.5)
-    trained = new(service)
+    trained = create_model(service)
     image = types.ImageAssetPointerChunk(location="tinker://x", format="png", expected_tokens=4)
     unsent = types.Datum(model_input=types.ModelInput(chunks=[image]), loss_fn_inputs=datum(IDS).loss_fn_inputs)
     with pytest.raises(ValueError, match="Unsupported"):

@@ -20,7 +20,7 @@ from headrace.wings.tinker.losses import LOSSES
 from headrace.wings.tinker.wire import read_train_request, write_train_result
 from tests.models.wrapped import tiny_wrapper, whole
 from tests.wings.supervised.material import settings
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, step_body, train_body
+from tests.wings.tinker.offline import MODEL, Offline, make_compute, step_body, train_body
 
 PARTS = ("attention", "mlp", "head")
 ALL = {"train_attn": True, "train_mlp": True, "train_unembed": True}
@@ -28,7 +28,7 @@ ALL = {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 @pytest.fixture(scope="module")
 def compute(model):
-    return compute_of(model)
+    return make_compute(model)
 
 
 def as_peft(model, lora):
@@ -77,7 +77,7 @@ def plain_loss(name, lp, config, *, q, adv, weights, mask):
 @pytest.mark.parametrize("name", [*LOSSES, "cross_entropy [N, K]"])
 def test_a_loss_and_its_gradient_equal_plain_torch(compute, model, name):
     rng = np.random.default_rng(3)
-    lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
+    lora = compute.kind.create({"rank": 4, "parts": PARTS, "seed": 5})
     with torch.no_grad():
         for each in lora.tensors.values():
             each.add_(torch.from_numpy(rng.normal(0, 0.05, each.shape)).float())
@@ -119,7 +119,7 @@ def computed(compute, lora, data, name, config):
     from tinker.proto.request_conv import forward_backward_request_to_proto
 
     from headrace.wings.tinker.compute import TrainResult
-    from headrace.wings.tinker.losses import loss_of
+    from headrace.wings.tinker.losses import choose_loss
 
     inputs = types.ForwardBackwardInput(
         data=[
@@ -132,7 +132,7 @@ def computed(compute, lora, data, name, config):
     request = types.ForwardBackwardRequest(forward_backward_input=inputs, model_id=MODEL, seq_id=1)
     read = read_train_request(forward_backward_request_to_proto(request).SerializeToString())
     result = TrainResult()
-    for _ in compute.train(lora, read.data, loss_of(read.loss_fn, read.loss_fn_config), result, backward=True):
+    for _ in compute.train(lora, read.data, choose_loss(read.loss_fn, read.loss_fn_config), result, backward=True):
         pass
     return result
 
@@ -196,7 +196,7 @@ def test_a_flood_of_empty_fields_is_refused():
     with pytest.raises(DataError, match="more than 131,072 fields"):
         read_train_request(b"\x1a\x00" * 10**6)
     with pytest.raises(DataError, match="more than 131,072 fields"):
-        wire.place_of(b"\x1a\x00" * 10**6)
+        wire.read_model_and_seq(b"\x1a\x00" * 10**6)
 
 
 def test_results_of_mixed_shapes_are_what_the_client_reads():
@@ -212,7 +212,7 @@ def test_a_curve_of_fifty_steps_is_that_of_transformers_and_peft(compute, model,
     server = Offline(compute, tmp_path)
     server.create(rank=8, **ALL)
     server.wait()
-    reference, own = as_peft(model, compute.kind.new({"rank": 8, "parts": PARTS, "seed": 1}))
+    reference, own = as_peft(model, compute.kind.create({"rank": 8, "parts": PARTS, "seed": 1}))
     optimizer = torch.optim.AdamW(own.values(), lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     rng, seq, expected = np.random.default_rng(0), 0, []
     for _ in range(50):
@@ -325,8 +325,8 @@ def test_a_head_that_is_computed_in_pieces_gets_its_adapters_gradient(model, mon
     data, found = [(ids[:-1], {"target_tokens": ids[1:]})], []
     for logits in (2**24, 5 * 43):
         monkeypatch.setattr(tinker_compute, "LOGITS_PER_CHUNK", logits)
-        compute = compute_of(model)
-        lora = compute.kind.new({"rank": 4, "parts": PARTS, "seed": 5})
+        compute = make_compute(model)
+        lora = compute.kind.create({"rank": 4, "parts": PARTS, "seed": 5})
         with torch.no_grad():
             for each in lora.tensors.values():
                 each.add_(0.05)
@@ -339,7 +339,7 @@ def test_a_head_that_is_computed_in_pieces_gets_its_adapters_gradient(model, mon
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks for it
 def test_an_external_adapter_of_a_multimodal_base_is_what_peft_loads_onto_it(tmp_path):
     base = tiny_wrapper(tmp_path / "base", "gemma3")
-    server = Offline(compute_of(base), tmp_path / "state")
+    server = Offline(make_compute(base), tmp_path / "state")
     server.create(base=str(base), train_unembed=False)
     server.send("forward_backward", 1, train_body([[5, 6, 7, 8]], 1))
     server.send("optim_step", 2, step_body(2))

@@ -32,9 +32,9 @@ def test_a_sampler_that_begins_while_all_others_sample_keeps_its_weights():
     found = {name: weights_of(version) for version, name in enumerate("abc")}
     for version, name in enumerate(found):
         held.use(name, partial(lambda *each: each, found[name], version))
-    assert {name: held.weights_of(name) for name in "abc"} == found
+    assert {name: held.find_weights(name) for name in "abc"} == found
     held.release("b")
-    assert (held.weights_of("b"), held.weights_of("c")) == (None, found["c"]), "one too many, and it is idle"
+    assert (held.find_weights("b"), held.find_weights("c")) == (None, found["c"]), "one too many, and it is idle"
 
 
 def test_weights_that_were_published_while_older_ones_were_read_stay():
@@ -45,7 +45,7 @@ def test_weights_that_were_published_while_older_ones_were_read_stay():
         return weights_of(1), 1
 
     held.use("a", load)
-    assert held.weights_of("a") is newer
+    assert held.find_weights("a") is newer
 
 
 async def cancel_while_reading(held):
@@ -77,7 +77,7 @@ async def cancel_while_reading(held):
 def test_a_request_that_is_cancelled_while_its_weights_are_read_does_not_keep_them():
     held = SamplerWeights(NoPasses(), max_loaded=0)
     asyncio.run(cancel_while_reading(held))
-    assert held.weights_of("a") is None, "it is idle, and too many"
+    assert held.find_weights("a") is None, "it is idle, and too many"
 
 
 def test_weights_that_no_sampler_can_use_any_more_are_deleted(model, tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.wings.tinker.data import Datum
 from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.tenant import Tenant
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
+from tests.wings.tinker.offline import MODEL, Offline, make_compute, script, step_body, train_body
 from tests.wings.tinker.serving import tiny
 
 STEPS = 3
@@ -27,7 +27,7 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compute(small):
-    return compute_of(small)
+    return make_compute(small)
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +274,7 @@ def test_a_step_in_which_the_server_failed_is_not_made_later(compute, expected, 
 
 def test_thirty_two_tenants_share_the_computer_fairly(compute, tmp_path):
     server, ended, begin = Offline(compute, tmp_path, max_resident=32), [], threading.Event()
-    server.tenants.ended = lambda entry: ended.append(entry.model)
+    server.tenants.on_ended = lambda entry: ended.append(entry.model)
     server.turns.submit("nobody", lambda: iter([begin.wait(60)]))  # nothing runs before all are there
     models = [f"s:train:{number}" for number in range(32)]
     for model in models:

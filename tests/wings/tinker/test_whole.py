@@ -20,8 +20,8 @@ from headrace.models.lora import WEIGHTS_FILE
 from headrace.policy import Policy
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import TrainResult
-from headrace.wings.tinker.losses import loss_of
-from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
+from headrace.wings.tinker.losses import choose_loss
+from tests.wings.tinker.offline import MODEL, Offline, make_compute, script, step_body, train_body
 from tests.wings.tinker.serving import NAME, VOCAB, WHOLE, client, datum, served, tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED.*load_state:FutureWarning")  # clients of today still load so
@@ -49,7 +49,7 @@ def both(model, state):
         yield found
 
 
-def new(service, name=WHOLE, **how):
+def create(service, name=WHOLE, **how):
     return service.create_lora_training_client(base_model=name, **how).result()
 
 
@@ -75,7 +75,7 @@ def score(sampler):
 def test_the_curve_and_the_weights_are_those_of_plain_transformers(plain, tmp_path):
     from tinker.proto.response_conv import deserialize_forward_backward_output
 
-    server = Offline(compute_of(plain, whole=True), tmp_path)
+    server = Offline(make_compute(plain, whole=True), tmp_path)
     server.create()
     reference = AutoModelForCausalLM.from_pretrained(plain)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -108,7 +108,7 @@ def test_the_same_rows_through_a_policy_give_the_same_weights(plain, tmp_path):
         "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-5, "max_grad_norm": 0.5, "weight_decay": 0.0,
         "share_prefixes": False,
     }  # fmt: skip
-    server, seq = Offline(compute_of(plain, whole=True), tmp_path / "state"), 0
+    server, seq = Offline(make_compute(plain, whole=True), tmp_path / "state"), 0
     server.create()
     loss = {"kind": "reinforce", "ratio_cap": 1e9}  # Tinker has no cap
 
@@ -147,21 +147,21 @@ def test_a_head_in_pieces_gives_the_gradients_of_a_whole_one(plain, monkeypatch)
     found, noise = [], torch.Generator().manual_seed(0)
     for positions in (64, 4):  # of a piece, which is computed again in the backward pass
         monkeypatch.setattr("headrace.wings.tinker.compute.LOGITS_PER_CHUNK", positions * (len(VOCAB) + 4))
-        compute = compute_of(plain, whole=True)
+        compute = make_compute(plain, whole=True)
         compute.kind.runs_head = lambda weights: True  # as for a head that is more than a matrix
-        weights = compute.kind.new({})
+        weights = compute.kind.create({})
         noise.manual_seed(0)
         for each in weights.tensors.values():
             each.data += 0.1 * torch.randn(each.shape, generator=noise)
         request = wire.read_train_request(train_body([IDS, IDS[::-1]], 1))
         result = TrainResult()
-        list(compute.train(weights, request.data, loss_of("cross_entropy", {}), result, backward=True))
+        list(compute.train(weights, request.data, choose_loss("cross_entropy", {}), result, backward=True))
         found.append({name: each.grad for name, each in weights.tensors.items()})
     assert all(torch.allclose(found[0][name], each, rtol=1e-4, atol=1e-5) for name, each in found[1].items())
 
 
 def test_a_kill_and_a_restart_change_no_bit_and_the_base_never_moves(plain, tmp_path):
-    compute = compute_of(plain, whole=True)
+    compute = make_compute(plain, whole=True)
     before = {name: each.clone() for name, each in compute.model.named_parameters()}
     found = []
     for directory, ends in (("once", {}), ("killed", {2: Offline.close, 5: Offline.kill, 7: Offline.close})):
@@ -181,7 +181,7 @@ def test_a_kill_and_a_restart_change_no_bit_and_the_base_never_moves(plain, tmp_
 
 
 def test_one_of_two_models_is_in_memory_and_each_gets_what_it_gets_alone(plain, tmp_path):
-    compute, expected = compute_of(plain, whole=True), {}
+    compute, expected = make_compute(plain, whole=True), {}
     for model in (MODEL, OTHER):
         server = Offline(compute, tmp_path / model.replace(":", "-"))
         server.create(model)
@@ -205,7 +205,7 @@ def test_one_of_two_models_is_in_memory_and_each_gets_what_it_gets_alone(plain, 
 
 def test_samplers_have_the_weights_of_their_time_and_share_the_engine_with_the_base(both):
     with client(*both) as service:
-        trained = new(service)
+        trained = create(service)
         assert (trained.get_info().is_lora, trained.get_info().lora_rank) == (False, None)
         base = service.create_sampling_client(base_model=WHOLE).result()
         of_base = tokens(asked(base, 1.0))
@@ -225,7 +225,7 @@ def test_samplers_have_the_weights_of_their_time_and_share_the_engine_with_the_b
 
 def test_whole_weights_are_downloaded_as_a_model_that_transformers_loads(both, state):
     with client(*both) as service:
-        trained = new(service)
+        trained = create(service)
         step(trained)
         path = trained.save_weights_external("out").result().path
         files = RestClient(base_url=both[0], api_key=both[1]).get_external_weights_urls(path).result().urls
@@ -242,7 +242,7 @@ def test_whole_weights_are_downloaded_as_a_model_that_transformers_loads(both, s
 def test_a_third_sampler_waits_while_two_sample(both):
     url, key = both
     with client(*both) as service:
-        trained = new(service)
+        trained = create(service)
         samplers = [trained.save_weights_and_get_sampling_client().result() for _ in range(3)]
         ask = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]}, "num_samples": 8}
         statuses = []
@@ -257,13 +257,13 @@ def test_a_third_sampler_waits_while_two_sample(both):
 def test_a_second_tenant_is_refused_until_the_first_has_gone(both):
     with client(*both) as second:
         with client(*both) as first:
-            trained = new(first)
+            trained = create(first)
             loss = step(trained)
             path = trained.save_state("here").result().path
             with pytest.raises(APIStatusError, match=f"{WHOLE} trains all its weights for one model") as refused:
-                new(second)
+                create(second)
             assert refused.value.body["category"] == "user"
-            adapter = new(second, NAME, rank=4)
+            adapter = create(second, NAME, rank=4)
             with pytest.raises(RequestFailedError, match=r"trains all weights, .*; the model has rank 4"):
                 adapter.load_state(path).result()
         again = second.create_training_client_from_state_with_optimizer(path).result()
@@ -273,24 +273,24 @@ def test_a_second_tenant_is_refused_until_the_first_has_gone(both):
 def test_a_late_request_of_a_session_that_has_ended_does_not_hold_the_base(both):
     url, key = both
     with client(*both) as gone:
-        trained = new(gone)
+        trained = create(gone)
     body = {"model_id": trained.model_id, "seq_id": 1, "adam_params": {}}
     late = httpx.post(f"{url}/api/v1/optim_step", json=body, headers={"x-api-key": key})
     assert (late.status_code, "has ended" in late.text) == (404, True)
     with client(*both) as service:
-        assert step(new(service)) > 0
+        assert step(create(service)) > 0
 
 
 def test_a_model_that_could_not_be_made_does_not_hold_the_base(both, state):
     with client(*both) as service:
-        trained = new(service)
+        trained = create(service)
         path = trained.save_state("cut").result().path
     (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "weights").iterdir()
     (directory / "model.safetensors").unlink()
     with client(*both) as failing, client(*both) as service:
         with pytest.raises(RequestFailedError, match="cannot be read"):
             failing.create_training_client_from_state_with_optimizer(path).result()
-        assert step(new(service)) > 0
+        assert step(create(service)) > 0
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_a_model_that_could_not_be_made_does_not_hold_the_base(both, state):
 def test_weights_that_are_not_a_number_are_refused_by_file_tensor_and_number(both, state, base, file):
     more = {"rank": 4} if base == NAME else {}
     with client(*both) as service:
-        trained = new(service, base, **more)
+        trained = create(service, base, **more)
         path = trained.save_state("spoilt").result().path
         (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "weights").iterdir()
         tensors = load_file(directory / file)
@@ -315,7 +315,7 @@ def test_weights_that_are_not_a_number_are_refused_by_file_tensor_and_number(bot
 
 def test_weights_that_do_not_fit_their_settings_end_no_pass(both, state):
     with client(*both) as service:
-        trained = new(service, NAME, rank=4)
+        trained = create(service, NAME, rank=4)
         path = trained.save_weights_for_sampler("odd").result().path
         (directory,) = (state / "runs" / trained.model_id.replace(":", "_") / "sampler_weights").iterdir()
         (directory / CHECKSUMS_FILE).unlink()  # it was changed on purpose
@@ -338,7 +338,7 @@ def test_weights_that_do_not_fit_their_settings_end_no_pass(both, state):
 @pytest.mark.parametrize("flag", ["train_attn", "train_mlp", "train_unembed"])
 def test_weights_cannot_be_left_out_of_whole_training(both, flag):
     with client(*both) as service, pytest.raises(APIStatusError, match=f"{flag}=False: {WHOLE} trains all weights"):
-        new(service, **{flag: False})
+        create(service, **{flag: False})
 
 
 def test_training_without_an_adapter_is_refused_under_a_name_of_adapters(both):

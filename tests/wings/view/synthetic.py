@@ -37,7 +37,7 @@ def bytes_to_unicode() -> dict[int, str]:
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     spelled = {byte: chr(byte) for byte in plain}
     others = [byte for byte in range(256) if byte not in spelled]
-    return {**spelled, **{byte: chr(256 + place) for place, byte in enumerate(others)}}
+    return {**spelled, **{byte: chr(256 + index) for index, byte in enumerate(others)}}
 
 
 def write_tokenizer(directory: Path) -> None:
@@ -83,15 +83,15 @@ def routed(turn: Turn, experts: int, context: Routing | None = None) -> Turn:
     )
 
 
-def plain_episode(group: int, place: int, version: int) -> EpisodeGraph:
-    turns = [given(f"What is {group} + {place}?"), sampled(f"{group + place}", version=version, parent=0)]
+def plain_episode(group: int, index: int, version: int) -> EpisodeGraph:
+    turns = [given(f"What is {group} + {index}?"), sampled(f"{group + index}", version=version, parent=0)]
     return EpisodeGraph(
-        key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=float((group + place) % 3 == 0),
+        key=EpisodeKey(group, index), turns=turns, status=EpisodeStatus.SCORED, reward=float((group + index) % 3 == 0),
         parts={"right": 1.0, "short": 0.5},
     )  # fmt: skip
 
 
-def branching_episode(group: int, place: int) -> EpisodeGraph:
+def branching_episode(group: int, index: int) -> EpisodeGraph:
     """A conversation with a tool, an error, and a branch whose tokens were routed twice."""
     first = routed(sampled("I ask the tool.", version=3, parent=0), 1)
     context = Routing(known_T=np.ones(27, bool), experts_RLK=np.full((27, 2, 2), 2, np.uint8))
@@ -102,10 +102,10 @@ def branching_episode(group: int, place: int) -> EpisodeGraph:
         sampled("Then I guess.", version=4, parent=2, reward=0.25),
         routed(sampled("Or not at all.", version=4, parent=1), 3, context),
     ]
-    return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=0.5)
+    return EpisodeGraph(key=EpisodeKey(group, index), turns=turns, status=EpisodeStatus.SCORED, reward=0.5)
 
 
-def taught_episode(group: int, place: int) -> EpisodeGraph:
+def taught_episode(group: int, index: int) -> EpisodeGraph:
     """An answer that the teacher ``math`` finds likelier by half at every even token, and less likely at the others;
     it was not asked about the last one."""
     answer = sampled("It is 7", version=3, parent=0, teacher="math")
@@ -118,7 +118,7 @@ def taught_episode(group: int, place: int) -> EpisodeGraph:
     )
     tokens = msgspec.structs.replace(answer.tokens, teacher_scores=said[:6] + TeacherScores.none(1, 2))
     turns = [given("3 + 4 = "), replace(answer, tokens=tokens)]
-    return EpisodeGraph(key=EpisodeKey(group, place), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+    return EpisodeGraph(key=EpisodeKey(group, index), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def set_teachers(directory: Path, advantage: dict[str, object], *teachers: dict[str, object]) -> None:
@@ -144,7 +144,7 @@ def write_run(directory: Path, steps: int = 6, *, extra: Sequence[EpisodeGraph] 
     fail(ledger, 2 * steps)
     for number, episode in enumerate(extra, 2 * steps + 1):
         episode.key = EpisodeKey(number, 0)
-        siblings = [plain_episode(number, place, steps - 1) for place in range(1, GROUP_SIZE)]
+        siblings = [plain_episode(number, index, steps - 1) for index in range(1, GROUP_SIZE)]
         train(ledger, (number,), number - steps - 1, [episode, *siblings])
     ledger.close()
     return directory

@@ -26,8 +26,8 @@ from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.browse import EpisodeQuery
 from headrace.run.cli.status import read_run_state
 from headrace.wings.view.app import make_app
-from headrace.wings.view.episodes import routing_differences
-from headrace.wings.view.figures import OF_TRAINING
+from headrace.wings.view.episodes import count_routing_differences
+from headrace.wings.view.figures import TRAINING_FIGURES
 from headrace.wings.view.run import OpenRun, find_runs
 from tests.wings.view.asking import ask, opened, stranger
 from tests.wings.view.browsing import LET_IN, TOKEN
@@ -141,7 +141,7 @@ def test_one_other_expert_counts_as_one_wherever_it_sorts() -> None:
     again = replace(sampled("d", version=0, parent=1), context_routing=context)
     turns = [given("?"), replace(first, tokens=tokens), again]
     episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
-    differing = routing_differences(episode)
+    differing = count_routing_differences(episode)
     assert differing is not None
     assert differing[1] is not None
     assert differing[1].tolist() == [1, 0, 3]
@@ -251,7 +251,7 @@ def test_a_run_that_trained_nothing_has_no_figures_of_training(tmp_path: Path) -
     summary = {**json.loads((directory / "summary.json").read_text()), "status": "failed", "tokens_trained": 0}
     (directory / "summary.json").write_text(json.dumps({**summary, "commit_gap_ms": {"p50": 0.0, "p99": 0.0}}))
     figures = ask(opened(directory), "overview")["figures"]
-    assert {figures[name] for name in OF_TRAINING} == {None}
+    assert {figures[name] for name in TRAINING_FIGURES} == {None}
 
 
 def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> None:
@@ -347,14 +347,14 @@ def test_a_directory_that_may_not_be_written_to_is_shown(run_dir: Path, tmp_path
         ("runs/0/episodes?limit=many", "limit='many'"),
         ("runs/0/episodes?colour=red", "colour"),
         ("runs/0/episodes?step=soon", "step"),
-        ("runs/0/episodes/3", "names no episode"),
+        ("runs/0/episodes/3", "is no key of an episode"),
         ("runs/0/episodes/999.9", "there is no episode 999.9"),
         ("runs/0/episodes/3.0/turns/7", "has no turn 7"),
         ("runs/0/episodes/3.0/turns/1/77", "has no token 77"),
         ("runs/0/timeline?from=5&to=4", "is empty"),
         ("runs/0/timeline?from=nan", "not a number of seconds"),
         ("runs/0/search?words=", "the search text is empty"),
-        (f"runs/0/series?names={',a' * 30}", "30 series are asked for"),
+        (f"runs/0/series?names={',a' * 30}", "30 series are requested"),
         ("nowhere", "Not Found"),
     ],
 )

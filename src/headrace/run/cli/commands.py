@@ -43,9 +43,9 @@ class Verb:
     """The text for ``--help``; ``None``: the docstring of the function."""
 
 
-def _describe_problem(registered: Any) -> str | None:
-    """Return the end of a sentence that says why ``registered``, an object that a package registered as a verb, cannot
-    be used; ``None`` if it is a :class:`Verb`."""
+def _find_problem(registered: Any) -> str | None:
+    """Return why ``registered``, an object that a package registered as a verb, cannot be used, as the end of a
+    sentence whose subject is the verb; ``None`` if it is a :class:`Verb`."""
     return None if isinstance(registered, Verb) else f"is a {type(registered).__name__}, and not a headrace.extend.Verb"
 
 
@@ -60,7 +60,7 @@ COMMANDS = Registry[Verb](
             *((each, each) for each in ("status", "engines", "watch", "report", "ledger", "trace")),
         )
     },
-    check=_describe_problem,
+    check=_find_problem,
 )
 """Every verb by its name."""
 

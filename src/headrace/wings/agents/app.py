@@ -42,7 +42,7 @@ from headrace.wings.agents.chat import CHAT
 from headrace.wings.agents.messages import MESSAGES, read_counted
 from headrace.wings.agents.responses import RESPONSES
 from headrace.wings.agents.sessions import EpisodeSession, Sessions
-from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, while_connected
+from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, run_while_connected
 
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
 """The protocol of each path."""
@@ -84,7 +84,8 @@ class EndpointDispatcher:
 
 
 def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
-    """Return the whole endpoint as an ASGI application. Every path exists with and without ``/v1``."""
+    """Return the whole endpoint as an ASGI application. Every path exists with and without ``/v1``. ``dispatcher`` has
+    the state that all requests share."""
 
     async def models(request: Request) -> Response:
         """Answer with the valid values of a request's field ``model``: the policy and the agents."""
@@ -103,7 +104,8 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
     return _UnknownKeyDelay(
-        dispatcher, Starlette(routes=routes, exception_handlers={Refusal: _refused, HTTPException: _not_found})
+        dispatcher,
+        Starlette(routes=routes, exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found}),
     )
 
 
@@ -134,10 +136,12 @@ class _ResponseWriter:
     event."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Create a writer for the request with these ASGI arguments."""
+        """Create a writer for the request with these ASGI arguments. ``scope`` describes the request, ``receive``
+        receives messages of the client, and ``send`` sends to it."""
         self._asgi = scope, receive, send
         self._send = send
         self._is_streaming = False
+        """Whether the headers of a stream of events have been sent."""
 
     async def body(self, body: Json) -> None:
         """Send the JSON ``body`` as the whole response."""
@@ -196,7 +200,7 @@ class _EndpointHandler:
             session = self._dispatcher.sessions.find(request.headers)
             async with session.request():
                 tree = await read_object(request, self._dispatcher.body_limits())
-                await while_connected(receive, self._guarded(session, tree, writer))
+                await run_while_connected(receive, self._run_work(session, tree, writer))
         except ClientGone:
             return
         except Refusal as refusal:
@@ -204,14 +208,14 @@ class _EndpointHandler:
                 await asyncio.sleep(self._dispatcher.limits.delay_s)
             await writer.refuse(refusal, self._protocol)
 
-    async def _guarded(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+    async def _run_work(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
         """Do the work for one request. An unexpected error is stored in the session, which raises it where the episode
         runs, and the client receives a refusal."""
         try:
-            await _with_refusals(lambda: self._work(session, tree, writer))
+            await _convert_errors(lambda: self._work(session, tree, writer))
         except Refusal:
             raise
-        except Exception as error:  # noqa: BLE001 - raised again at the end of the episode's session; the server continues
+        except Exception as error:  # noqa: BLE001 - raised again at the end of the session; the server continues
             session.failure = error
             words = f"the run failed: {error.problem if isinstance(error, HeadraceError) else type(error).__name__}"
             raise Refusal(words, remedy="end: this episode is over", status=500, code="internal") from None
@@ -241,11 +245,11 @@ class _AnswerWork:
         for name, value in request.ignored.items():
             self.dispatcher.on_ignored(name, value)
         if not request.stream:
-            await writer.body(exchange.answer(await _replies(session, request, options)))
+            await writer.body(exchange.answer(await _sample_replies(session, request, options)))
             return
         events, pieces = exchange.stream(), _PieceBuffer()
         for event in events.end(
-            await self._stream_while(_replies(session, request, options, pieces), events, pieces, writer)
+            await self._stream_while(_sample_replies(session, request, options, pieces), events, pieces, writer)
         ):
             await writer.event(event)
         await writer.end()
@@ -285,9 +289,11 @@ class _PieceBuffer:
     slow client receives fewer and larger pieces."""
 
     def __init__(self) -> None:
-        """Make an empty buffer."""
+        """Create an empty buffer."""
         self.arrived = asyncio.Event()
+        """Set when there are pieces to send, or when the answers are complete."""
         self._waiting: dict[int, AnswerPiece] = {}
+        """The joined pieces of each answer that have not been sent, by the number of the answer."""
 
     def on_piece(self, choice: int, piece: AnswerPiece) -> None:
         """Append ``piece`` to the pending text of answer number ``choice``, and wake the task that sends it."""
@@ -333,7 +339,7 @@ class _CountWork:
         await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
 
 
-async def _replies(
+async def _sample_replies(
     session: EpisodeSession, request: EndpointRequest, options: ChatOptions, pieces: _PieceBuffer | None = None
 ) -> list[Reply]:
     """Sample as many answers to ``request`` as it asks for, concurrently, and return them. If they are streamed, their
@@ -351,7 +357,7 @@ async def _replies(
     return [task.result() for task in tasks]
 
 
-async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
+async def _convert_errors(work: Callable[[], Awaitable[None]]) -> None:
     """Await ``work`` and convert the errors that concern the client into a :class:`Refusal`: status 400 for an invalid
     request and for an error that ends the episode (403 if the budget is spent); 429 if the engine's queue is full; 500
     if the sequence failed in the engine. All other errors pass through."""
@@ -368,13 +374,13 @@ async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
         raise Refusal(error.problem, remedy=error.remedy) from None
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _respond_refused(_: Request, error: Exception) -> Response:
     """Return the HTTP response for a refusal that was raised outside the protocols."""
     assert isinstance(error, Refusal)
     return error.response()
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _respond_not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
     assert isinstance(error, HTTPException)

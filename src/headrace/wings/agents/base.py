@@ -26,7 +26,7 @@ class SessionLimits:
     max_open: int = 64
     """Largest number of open requests of one session; further ones are refused with status 429."""
     max_choices: int = 16
-    """Largest number of answers that one request may ask for."""
+    """Largest number of answers that one request may request."""
     idle_timeout_s: int = 60
     """Seconds without activity after which a connection is closed: its client sends no request, or reads no bytes of
     the response."""

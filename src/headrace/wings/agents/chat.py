@@ -19,16 +19,16 @@ from headrace.wings.agents.reading import (  # fmt: skip
     BodyPart,
     ChatTool,
     ChatToolCall,
+    make_text_validator,
     named_answers,
     read_choice,
     refuse_same_names,
     set_fields,
-    text_of,
     token_logprobs,
 )
 from headrace.wings.serve.strict import StreamOptions, StrictBody, read_body, read_stop
 
-_Text = Annotated[str, PlainValidator(text_of("text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("text"))]
 
 
 class _ChatInput(BodyPart):
@@ -129,7 +129,7 @@ class _ChatBody(StrictBody):
 
     def request(self, context: ExchangeContext) -> EndpointRequest:
         """Return the request to the policy in Headrace's form. Raises :class:`Refusal` if the body asks for too many
-        choices, or offers two tools with the same name."""
+        choices, or offers two tools with the same name. ``context`` has the facts of the request beside its body."""
         if self.n > context.max_choices:
             raise Refusal(
                 f"n={self.n} is more than {context.max_choices}",
@@ -186,7 +186,8 @@ class _ChatExchange:
         return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
 
     def end(self, reply: Reply) -> Json:
-        """Return the fields at the end of a choice: logprobs, the finish reason and, if requested, the token ids."""
+        """Return the fields at the end of the choice with the answer ``reply``: logprobs, the finish reason and, if
+        requested, the token ids."""
         logprobs = None
         if self.body.logprobs:
             logprobs = {"content": token_logprobs(reply, self.context.spell), "refusal": None}
@@ -201,7 +202,9 @@ class _ChatStream:
         """Create a translator of the answers to ``exchange`` that has sent no events."""
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
+        """The field for the usage in every event; empty unless the request includes the usage."""
         self._started_choices: set[int] = set()
+        """The choices whose first event has been sent."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         """Yield the events that stream one piece of a choice."""
@@ -212,7 +215,7 @@ class _ChatStream:
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         """Yield the events that end the stream: the calls of tools and the finish reason of each choice, and the usage
-        if it is requested."""
+        if it is requested. ``replies`` are the complete answers."""
         for choice, reply in enumerate(replies):
             yield from self._begin(choice)
             for index, call in enumerate(_message(reply.message).get("tool_calls", ())):
@@ -265,7 +268,7 @@ def _usage(replies: Sequence[Reply]) -> Json:
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
     """Parse the body ``tree`` of a chat completion request, and return its exchange. Raises :class:`Refusal` for
-    options that contradict each other."""
+    options that contradict each other. ``context`` has the facts of the request beside its body."""
     body = read_body(_ChatBody, tree)
     if "stream_options" in body.model_fields_set and not body.stream:
         raise Refusal(

@@ -22,10 +22,10 @@ from headrace.wings.agents.reading import (  # fmt: skip
     NAME,
     BodyPart,
     json_object,
+    make_text_validator,
     named_answers,
     refuse_same_names,
     set_fields,
-    text_of,
 )
 from headrace.wings.serve.strict import StrictBody, read_body, read_stop
 
@@ -35,7 +35,7 @@ object."""
 UNSIGNED = "unsigned"
 """The signature of every reasoning block; clients send it back, and it is not checked."""
 
-_Text = Annotated[str, PlainValidator(text_of("text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("text"))]
 _ERRORS = {
     403: "permission_error",
     404: "not_found_error",
@@ -274,7 +274,8 @@ class _MessagesExchange:
         return _MessagesStream(self)
 
     def initial_body(self, num_prompt_tokens: int) -> Json:
-        """Return the body of the response before it has content, with which a stream begins."""
+        """Return the body of the response before it has content, with which a stream begins. ``num_prompt_tokens`` is
+        the number of tokens of the prompt."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
             "id": f"msg_{self.context.name}",
@@ -310,12 +311,15 @@ class _MessagesStream:
         """Create a translator of the answer to ``exchange`` that has sent no events."""
         self._exchange = exchange
         self._has_started = False
+        """Whether the event that begins the message has been sent."""
         self._index = -1
+        """Index of the last opened block; −1 before the first."""
         self._open_type = ""
         """Type of the open block, whose index is ``_index``; empty if no block is open."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
-        """Yield the events that stream one piece of the answer, in a block of reasoning or of text."""
+        """Yield the events that stream one piece of the answer, in a block of reasoning or of text. ``choice`` is the
+        number of the answer, always 0."""
         yield from self._begin(piece.num_prompt_tokens)
         if piece.reasoning and self._exchange.body.thinking.shown:
             yield from self._open_block({"type": "thinking", "thinking": "", "signature": ""})
@@ -326,7 +330,7 @@ class _MessagesStream:
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
         """Yield the events that end the stream: the blocks that have not been streamed, such as calls of tools, and the
-        stop reason."""
+        stop reason. ``replies`` holds exactly one reply."""
         whole = self._exchange.answer(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
         for block in whole["content"][self._index + 1 :]:
@@ -383,7 +387,7 @@ def _event(kind: str, **fields: Any) -> SseEvent:
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchange:
     """Parse the body ``tree`` of a request to ``/v1/messages``, and return its exchange. Raises :class:`Refusal` if the
-    last message is the assistant's."""
+    last message is the assistant's. ``context`` has the facts of the request beside its body."""
     body = read_body(_MessagesBody, tree)
     if body.messages[-1].role == "assistant":
         raise Refusal(

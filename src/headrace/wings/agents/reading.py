@@ -81,7 +81,7 @@ class ChatTool(BodyPart):
         return Tool(name=function.name, description=function.description, parameters=function.parameters)
 
 
-def text_of(*kinds: str) -> Callable[[object], str]:
+def make_text_validator(*kinds: str) -> Callable[[object], str]:
     """Return a validator for a field of a pydantic model. It accepts a text, or a list of text parts of the given
     ``kinds``, which it joins to one text."""
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
@@ -131,12 +131,12 @@ def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
                     remedy="send the assistant's message with that call before its answer",
                     code="unknown_tool_call",
                 )
-            message = _named(message, tools[message.tool_call_id])  # noqa: PLW2901 - the same message, complete
+            message = _with_tool_name(message, tools[message.tool_call_id])  # noqa: PLW2901 - the same message, complete
         read.append(message)
     return tuple(read)
 
 
-def _named(message: Message, name: str) -> Message:
+def _with_tool_name(message: Message, name: str) -> Message:
     """Return a copy of the tool result ``message`` with the tool's name."""
     return Message(
         role="tool", content=message.content, tool_call_id=message.tool_call_id, name=name, failed=message.failed

@@ -19,16 +19,16 @@ from headrace.wings.agents.reading import (  # fmt: skip
     INT32_MAX,
     NAME,
     BodyPart,
+    make_text_validator,
     named_answers,
     read_choice,
     refuse_same_names,
     set_fields,
-    text_of,
     token_logprobs,
 )
 from headrace.wings.serve.strict import StrictBody, read_body
 
-_Text = Annotated[str, PlainValidator(text_of("input_text", "output_text"))]
+_Text = Annotated[str, PlainValidator(make_text_validator("input_text", "output_text"))]
 _Status = Literal["in_progress", "completed", "incomplete"]
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -49,7 +49,7 @@ class _ReasoningItem(BodyPart):
     """An item of a request with reasoning that the policy wrote earlier."""
 
     type: Literal["reasoning"]
-    content: Annotated[str, PlainValidator(text_of("reasoning_text"))] = ""
+    content: Annotated[str, PlainValidator(make_text_validator("reasoning_text"))] = ""
     id: str = ""
     summary: list[Any] = Field(default=[], max_length=0)
     encrypted_content: Literal[""] = ""
@@ -311,7 +311,7 @@ class ResponseForm:
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
         """Return the output items of a response: reasoning, message and function calls. ``status`` is ``completed`` or
-        ``incomplete``."""
+        ``incomplete``. ``reply`` is the policy's answer."""
         message, name, items = reply.message, self.context.name, list[Json]()
         if message.reasoning:
             items.append(reasoning_item(name, message.reasoning))
@@ -345,7 +345,7 @@ class _ResponsesExchange:
 
     def answer(self, replies: Sequence[Reply]) -> Json:
         """Return the body of the response, and store the conversation with the answer, so that later requests can
-        continue it."""
+        continue it. ``replies`` holds exactly one reply."""
         (reply,) = replies
         self.form.context.histories[self.form.id] = (*self.conversation, reply.message)
         return self.form.final_body(reply)
@@ -367,7 +367,8 @@ def _usage(reply: Reply) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
-    """Parse the body ``tree`` of a request to ``/v1/responses``, and return its exchange."""
+    """Parse the body ``tree`` of a request to ``/v1/responses``, and return its exchange. ``context`` has the facts of
+    the request beside its body."""
     body = read_body(ResponsesBody, tree)
     conversation = body.conversation(context.histories)
     tools = tuple(tool.tool() for tool in body.tools) if body.tool_choice == "auto" else ()
@@ -405,7 +406,7 @@ def reasoning_item(name: str, text: str) -> Json:
 
 def message_item(name: str, text: str, status: str, logprobs: Sequence[Json]) -> Json:
     """Return the output item with the message ``text`` and an id derived from ``name``. ``status`` is ``in_progress``,
-    ``completed`` or ``incomplete``."""
+    ``completed`` or ``incomplete``. ``logprobs`` are its tokens with their logprobs."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [part]}
 
@@ -420,15 +421,19 @@ class ItemEventStream:
         ``name``."""
         self._name, self._initial_body, self._final_body = name, initial_body, final_body
         self._numbers = itertools.count()
+        """Counts the events of the stream."""
         self._has_started = False
+        """Whether the events that begin the stream have been sent."""
         self._index = -1
+        """Index of the last opened item; −1 before the first."""
         self._open_type = ""
         """Type of the open item, whose index is ``_index``; empty if no item is open."""
         self._text = ""
+        """The text of the open item that has been sent so far."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
         """Yield the events that stream one piece of the answer. Reasoning and message are separate items, each opened
-        by its first piece."""
+        by its first piece. ``choice`` is the number of the answer, always 0."""
         yield from self._begin()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if not text:
@@ -440,11 +445,11 @@ class ItemEventStream:
             self._text += text
             part = self._item()["content"][0]
             more: Json = {"logprobs": []} if "logprobs" in part else {}
-            yield self._about(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
+            yield self._make_item_event(f"response.{part['type']}.delta", content_index=0, delta=text, **more)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the events that end the stream: the end of the open item, the calls of tools, and the whole
-        response."""
+        """Yield the events that end the stream: the end of the open item, the calls of tools, and the whole response.
+        ``replies`` holds exactly one reply."""
         final_body = self._final_body(replies)
         yield from self._begin()
         if self._open_type:
@@ -476,14 +481,14 @@ class ItemEventStream:
         item = self._item()
         empty_item = {**item, "content": []} | ({"status": "in_progress"} if "status" in item else {})
         yield self._event("response.output_item.added", output_index=self._index, item=empty_item)
-        yield self._about("response.content_part.added", content_index=0, part=item["content"][0])
+        yield self._make_item_event("response.content_part.added", content_index=0, part=item["content"][0])
 
     def _close(self, item: Json) -> Iterator[SseEvent]:
         """Yield the events that close the open item, whose final form is ``item``."""
         part = item["content"][0]
         more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-        yield self._about(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
-        yield self._about("response.content_part.done", content_index=0, part=part)
+        yield self._make_item_event(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+        yield self._make_item_event("response.content_part.done", content_index=0, part=part)
         yield self._event("response.output_item.done", output_index=self._index, item=item)
         self._open_type = ""
 
@@ -497,7 +502,7 @@ class ItemEventStream:
         yield self._event(f"{kind}.done", **about, name=item["name"], arguments=item["arguments"])
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
-    def _about(self, kind: str, **fields: Any) -> SseEvent:
+    def _make_item_event(self, kind: str, **fields: Any) -> SseEvent:
         """Return an event of the type ``kind`` about the open item."""
         return self._event(kind, item_id=self._item()["id"], output_index=self._index, **fields)
 

@@ -49,9 +49,10 @@ class Endpoint:
     ) -> AsyncIterator[Endpoint]:
         """Return a context in which an endpoint runs on a free port of the address ``at``.
 
-        ``sampling`` are the sampling settings of the policy, which requests cannot change; ``warn`` is called once for
-        each field of a request with a different value. A request whose model is the name of one of ``agents`` is
-        answered by that agent. Raises :class:`~headrace.base.errors.RunError` if no port is free, and
+        ``clock`` gives the time, and ``limits`` are the limits of each session (``None``: the defaults). ``sampling``
+        are the sampling settings of the policy, which requests cannot change; ``warn`` is called once for each field of
+        a request with a different value. A request whose model is the name of one of ``agents`` is answered by that
+        agent. Raises :class:`~headrace.base.errors.RunError` if no port is free, and
         :class:`~headrace.base.errors.ConfigError` for a certificate that cannot be used.
         """
         if at.tls_certificate:
@@ -61,7 +62,7 @@ class Endpoint:
         dispatcher = EndpointDispatcher(
             sessions=sessions, limits=limits, clock=clock, on_ignored=_IgnoredWarnings(sampling, warn), agents=agents
         )  # fmt: skip
-        with _bound(at.host) as listening:
+        with _open_socket(at.host) as listening:
             shell = ShellLimits(
                 idle_timeout_s=limits.idle_timeout_s,
                 max_connections=MAX_CONNECTIONS,
@@ -69,7 +70,7 @@ class Endpoint:
                 tls_key=at.tls_key,
             )
             server = HttpServer(make_app(dispatcher), shell)
-            async with _beside(server, [listening]):
+            async with _run_server(server, [listening]):
                 yield cls(make_url(listening, secure=bool(at.tls_certificate)), sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
@@ -86,8 +87,10 @@ class _IgnoredWarnings:
         """Create the callable. ``sampling`` are the sampling settings of the policy, and ``warn`` shows a line to the
         user."""
         self._own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+        """The policy's setting of each field about which a warning may be shown."""
         self._warn = warn
         self._warned: set[str] = set()
+        """The fields about which a warning was shown."""
 
     def __call__(self, name: str, value: float | str) -> None:
         """Warn that a request has ``value`` in the field ``name``, unless the policy uses that value or there was a
@@ -102,7 +105,7 @@ class _IgnoredWarnings:
 
 
 @asynccontextmanager
-async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
+async def _run_server(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
     """Return a context in which ``server`` runs on the ``listening`` sockets. At the end, wait until all its
     connections are closed."""
     try:
@@ -118,7 +121,7 @@ async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIt
 
 
 @contextmanager
-def _bound(host: str) -> Iterator[socket.socket]:
+def _open_socket(host: str) -> Iterator[socket.socket]:
     """Return a context with a socket that listens on a free port of ``host`` and is closed at the end. Raises
     :class:`~headrace.base.errors.RunError` if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

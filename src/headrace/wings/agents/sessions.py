@@ -35,9 +35,13 @@ class EpisodeSession:
         """An error that is not the program's fault; it is raised at the end of the ``async with`` block."""
         self._limits = limits
         self._open: set[asyncio.Timeout] = set()
+        """The time limits of the open requests, by which the end of the session ends them."""
         self._all_left = asyncio.Event()
+        """Set when no request is open any more after the end of the session."""
         self._ended = False
+        """Whether the episode has ended, so that its key is refused."""
         self._num_refused = 0
+        """Number of requests that were refused."""
 
     async def __aenter__(self) -> Access:
         """Return the address and the key for the programs of the episode."""
@@ -69,7 +73,7 @@ class EpisodeSession:
         """Return a context in which one request counts as open. Raises :class:`Refusal` if too many requests are open,
         and if the episode has ended or ends meanwhile."""
         if self._ended:
-            raise ended()
+            raise make_ended_refusal()
         if len(self._open) >= self._limits.max_open:
             raise Refusal(
                 f"{len(self._open)} requests of this episode are open, and no more are allowed",
@@ -85,7 +89,7 @@ class EpisodeSession:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise ended() from None
+            raise make_ended_refusal() from None
         finally:
             self._open.discard(scope)
             if self._ended and not self._open:
@@ -100,8 +104,11 @@ class Sessions:
         """Create an empty collection with a new secret for its keys. ``limits`` are the limits of each session."""
         self._limits = limits
         self._secret = secrets.token_bytes(32)
+        """The key of the HMAC in every session's key."""
         self._num_given = 0
+        """Number of keys that were given out, and the serial number of the next one."""
         self._sessions: dict[int, EpisodeSession] = {}
+        """The open sessions by serial number."""
 
     @asynccontextmanager
     async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
@@ -126,7 +133,7 @@ class Sessions:
             serial = self._serial(key)
             if serial is not None:
                 if serial not in self._sessions:
-                    raise ended()
+                    raise make_ended_refusal()
                 return self._sessions[serial]
         raise Refusal(
             "the request does not carry the key of an episode",
@@ -150,7 +157,7 @@ class Sessions:
         return serial if is_right else None
 
 
-def ended() -> Refusal:
+def make_ended_refusal() -> Refusal:
     """Return the refusal for requests of an episode that has ended."""
     return Refusal(
         "the episode of this key has ended",

@@ -124,11 +124,11 @@ def _tail(run_dir: Path, num_groups: int) -> float:
     return float(high / middle)
 
 
-def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
-    """Return the row of the report for one run: figures of its ``summary``, the kind of run ``what`` (``barrier`` or
+def _row(kind: str, pair: int, summary: Summary, tail: float) -> Row:
+    """Return the row of the report for one run: figures of its ``summary``, the ``kind`` of run (``barrier`` or
     ``paced``), the number of its pair, and ``tail``, the result of :func:`_tail`."""
     return {
-        "what": what,
+        "what": kind,
         "pair": pair,
         "steps": summary.steps,
         "tokens_trained": summary.tokens_trained,

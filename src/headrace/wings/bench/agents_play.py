@@ -27,15 +27,16 @@ def draw_length(draws: random.Random) -> int:
 
 
 def odd_fraction(text: str) -> float:
-    """Return the fraction of characters whose code points are odd. This fraction is the reward of an answer, since it
-    differs from answer to answer and is cheap to compute."""
+    """Return the fraction of the characters of ``text`` whose code points are odd. This fraction is the reward of an
+    answer, since it differs from answer to answer and is cheap to compute."""
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
 async def play_episode(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Sample an answer of the writer to the prompt, and then an answer of the critic to the writer; return the episode
-    with a reward for each of the two agents. This is the rollout function of the benchmark. The random length limits
-    depend on the seed of the episode alone, so that two runs with the same seed have the same lengths."""
+    """Sample with ``policy`` an answer of the writer to the prompt of ``task``, and then an answer of the critic to the
+    writer; return the episode with a reward for each of the two agents. This is the rollout function of the benchmark.
+    The random length limits depend on the seed of the episode alone, so that two runs with the same seed have the same
+    lengths."""
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=draw_length(draws))
     judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=draw_length(draws))

@@ -66,13 +66,13 @@ def measure(on_progress: Callable[[str], None]) -> Report:
             steps_s, shares_s = [], []
             for step in range(REPEATS + 1):  # alternating, so that other load on the machine affects both figures
                 steps_s.append(_step_s(core, step, clock))
-                shares_s += [_objective_s(objective, batch_of(step), clock) for _ in range(3)]
+                shares_s += [_objective_s(objective, make_batch(step), clock) for _ in range(3)]
             step_s, share_s = statistics.median(steps_s[1:]), statistics.median(shares_s[3:])
             rows.append(
                 {
                     "what": name,
                     "parameters": parameters,
-                    "tokens": batch_of(0).num_tokens,
+                    "tokens": make_batch(0).num_tokens,
                     "sequences": SAMPLES,
                     "step_s": step_s,
                     "objective_s": share_s,
@@ -86,7 +86,7 @@ def measure(on_progress: Callable[[str], None]) -> Report:
     return make_report(rows, targets)
 
 
-def batch_of(step: int) -> Batch:
+def make_batch(step: int) -> Batch:
     """Return a batch of random answers of different lengths, sampled by policy versions of ages 0 to 2; the result
     depends on ``step`` alone. Every sample is a prompt of :data:`PROMPT` tokens without loss, followed by an answer
     with loss."""
@@ -120,7 +120,7 @@ def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[Learn
 def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
     """Return the time, in seconds, of one training step of ``core`` on the random batch of ``step``, without the
     construction of the batch."""
-    batch = batch_of(step)
+    batch = make_batch(step)
     start_s = clock.now()
     core.train(batch)
     return clock.now() - start_s

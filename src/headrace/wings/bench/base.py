@@ -43,7 +43,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Target:
-    """Return a target with an upper limit: ``value`` should be ``limit`` or less, both in ``unit``.
+    """Return a target with an upper limit: ``value`` should be ``limit`` or less, both in ``unit``. ``name`` is the
+    name of the target in the report.
 
     >>> at_most("gap", 0.4, 5.0, "ms").holds
     True
@@ -52,7 +53,8 @@ def at_most(name: str, value: float, limit: float, unit: str) -> Target:
 
 
 def at_least(name: str, value: float, limit: float, unit: str) -> Target:
-    """Return a target with a lower limit: ``value`` should be ``limit`` or more, both in ``unit``."""
+    """Return a target with a lower limit: ``value`` should be ``limit`` or more, both in ``unit``. ``name`` is the name
+    of the target in the report."""
     return Target(name=name, value=value, unit=unit, target=f">= {limit:g}", holds=value >= limit)
 
 

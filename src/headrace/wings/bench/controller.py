@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Spec, str, float]] = {
 }
 """For each case, by its name: the specification of the run, the figure that is compared, and its target per second."""
 ENGINES, FLUSH = 1000, 64
-"""The number of engines, and the number of tokens in a chunk, where a case does not define them."""
+"""The number of engines, and the number of tokens in a chunk, which are used if a case does not define them."""
 ROUNDS = 3
 """The number of runs of each case in turns with an earlier version. Without one, each case runs once: a run averages
 over thousands of episodes, and all cases then take some minutes on two cores."""
@@ -71,7 +71,8 @@ TIMEOUT_S = 600.0
 
 def measure(on_progress: Callable[[str], None], quick: bool = False, before: str = "") -> Report:
     """Run every case and return a report with a row for each run and the targets. With the interpreter ``before``, each
-    case runs :data:`ROUNDS` times in turns with it. With ``quick``, every case is small and runs once."""
+    case runs :data:`ROUNDS` times in turns with it. With ``quick``, every case is small and runs once. ``on_progress``
+    is called with lines of progress."""
     pythons = {"now": sys.executable, **({"before": before} if before else {})}
     rows: list[Row] = []
     targets: list[Target] = []

@@ -32,9 +32,9 @@ as they are sampled."""
 QUICK_GROUPS = 4
 """The number of groups of a step in a quick run."""
 MOST_MB = 200.0
-"""Greatest memory of the controller, in MiB."""
+"""Maximum memory of the controller, in MiB."""
 MOST_MESSAGE_MB = 64.0
-"""Greatest size of a message to or from the learner, in MiB."""
+"""Maximum size of a message to or from the learner, in MiB."""
 TOKENS_S = 100_000.0
 """Least number of tokens per second, from the prompts to the end of the step."""
 

@@ -4,7 +4,7 @@ sockets of engines, as fast as they can, with arbitrary tokens.
     python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS SLOTS RATE
 
 DIRECTORY contains the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
-eight experts in each of LAYERS layers, which are written to a store of columns where the package has one. An engine
+eight experts in each of LAYERS layers, which are written to a store of columns if the package has one. An engine
 samples SLOTS sequences at a time. All engines together sample RATE tokens per second; 0: as many as they can. The
 process reads the secret of the run from its standard input, and ends when the process that started it has ended.
 """
@@ -79,29 +79,39 @@ class IdleEngines:
         together sample ``rate`` tokens per second; 0: as many as they can. ``token`` is the secret of the run, with
         which an engine proves that it belongs to the run."""
         self._codec = MessageCodec(engine.Message)
+        """The format of the messages between the controller and the engines."""
         self._flush = flush
+        """The maximum number of tokens in a chunk."""
         self._layers = layers
+        """The number of layers for which a token has experts; 0: tokens have no experts."""
         self._slots = slots
+        """The maximum number of sequences that an engine samples at the same time."""
         self._rate = rate
+        """The number of tokens that all engines together sample in a second; 0: no limit."""
         self._sampled = 0
+        """The number of tokens that all engines have sampled so far."""
         self._begun_s = 0.0
+        """The time at which the rate was first checked, from which it is measured; 0 before."""
         self._store = ColumnStore(directory / COLUMNS, "engines") if layers and ColumnStore is not None else None
+        """The store to which the experts of the chunks are written; None if chunks carry them or have none."""
         self._context = zmq.Context(4)
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
         self._poller = zmq.Poller()
+        """Watches the sockets on which the engines receive messages."""
         self._by_socket: dict[Any, _IdleEngine] = {}
+        """The engines, by the socket on which each receives messages of the controller."""
         self._shard_sockets: dict[str, Any] = {}
         """The sockets to rollout shards, by their addresses."""
         self._cached_tokens: dict[tuple[int, int], Tokens] = {}
         """The tokens of a chunk, by version and number: they are made once, and sent many times."""
         for number in range(num):
             (name,) = directory.glob(f"engine-{number}.*.reports")
-            one = _IdleEngine(self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH))
-            one.orders.bind(f"ipc://{name.with_suffix('.orders')}")
-            one.reports.connect(f"ipc://{name}")
-            self._by_socket[one.orders] = one
-            self._poller.register(one.orders, zmq.POLLIN)
-            self._send(one, Ready(token=token, pid=os.getpid(), facts={}))
+            idle_engine = _IdleEngine(self._context.socket(zmq.PULL), self._context.socket(zmq.PUSH))
+            idle_engine.orders.bind(f"ipc://{name.with_suffix('.orders')}")
+            idle_engine.reports.connect(f"ipc://{name}")
+            self._by_socket[idle_engine.orders] = idle_engine
+            self._poller.register(idle_engine.orders, zmq.POLLIN)
+            self._send(idle_engine, Ready(token=token, pid=os.getpid(), facts={}))
 
     def serve(self) -> None:
         """Handle the messages of the controller, and sample tokens for all running sequences, until the process that
@@ -110,15 +120,15 @@ class IdleEngines:
         busy: dict[_IdleEngine, None] = {}
         while os.getppid() == starter:
             for socket, _ in self._poller.poll(self._ahead_ms() if busy else WAIT_MS):
-                one = self._by_socket[socket]
+                idle_engine = self._by_socket[socket]
                 for order in self._orders(socket):
-                    self._handle(one, order)
-                if one.tokens_left:
-                    busy[one] = None
-            for one in list(busy) if not self._ahead_ms() else ():
-                self._answer(one)
-                if not one.tokens_left:
-                    del busy[one]
+                    self._handle(idle_engine, order)
+                if idle_engine.tokens_left:
+                    busy[idle_engine] = None
+            for idle_engine in list(busy) if not self._ahead_ms() else ():
+                self._answer(idle_engine)
+                if not idle_engine.tokens_left:
+                    del busy[idle_engine]
 
     def _ahead_ms(self) -> int:
         """Return the number of milliseconds until the engines may sample further tokens without exceeding their rate; 0
@@ -129,24 +139,24 @@ class IdleEngines:
         self._begun_s = self._begun_s or now_s
         return max(0, int((self._begun_s + self._sampled / self._rate - now_s) * 1000))
 
-    def _answer(self, one: _IdleEngine) -> None:
-        """Send the next chunk of each running sequence of the engine ``one`` to the process that requested it, the
-        controller or a rollout shard."""
+    def _answer(self, idle_engine: _IdleEngine) -> None:
+        """Send the next chunk of each running sequence of the engine ``idle_engine`` to the process that requested it,
+        the controller or a rollout shard."""
         by_reader: dict[Any, list[TokenChunk]] = {}
-        for chunk in self._sample(one):
-            by_reader.setdefault(one.readers[chunk.request_id], []).append(chunk)
+        for chunk in self._sample(idle_engine):
+            by_reader.setdefault(idle_engine.readers[chunk.request_id], []).append(chunk)
             if chunk.ended:
-                del one.readers[chunk.request_id]
+                del idle_engine.readers[chunk.request_id]
         for socket, chunks in by_reader.items():
-            socket.send(self._codec.encode(Chunks(chunks=tuple(chunks), stats=one.stats(), spans=())))
+            socket.send(self._codec.encode(Chunks(chunks=tuple(chunks), stats=idle_engine.stats(), spans=())))
 
-    def _reader(self, address: str, one: _IdleEngine) -> Any:
-        """Return the socket to the rollout shard that receives chunks at ``address``; where ``address`` is empty, the
-        socket of the engine ``one`` to the controller."""
+    def _reader(self, address: str, idle_engine: _IdleEngine) -> Any:
+        """Return the socket to the rollout shard that receives chunks at ``address``; if ``address`` is empty, the
+        socket of the engine ``idle_engine`` to the controller."""
         if address and address not in self._shard_sockets:
             self._shard_sockets[address] = self._context.socket(zmq.PUSH)
             self._shard_sockets[address].connect(address)
-        return self._shard_sockets.get(address, one.reports)
+        return self._shard_sockets.get(address, idle_engine.reports)
 
     def _orders(self, socket: Any) -> Iterator[Any]:
         """Yield the messages of the controller that have arrived at ``socket``, without waiting."""
@@ -156,35 +166,35 @@ class IdleEngines:
             except zmq.Again:
                 return
 
-    def _handle(self, one: _IdleEngine, order: Any) -> None:
-        """Handle one message of the controller to the engine ``one``: start sequences, or report that weights are
-        staged or committed at once."""
+    def _handle(self, idle_engine: _IdleEngine, order: Any) -> None:
+        """Handle ``order``, a message of the controller to the engine ``idle_engine``: start sequences, or report that
+        weights are staged or committed at once."""
         match order:
             case engine.Generate(requests=requests):
                 # the message of an earlier version of the package has no field answers_to
-                reader = self._reader(msgspec.structs.asdict(order).get("answers_to", ""), one)
+                reader = self._reader(msgspec.structs.asdict(order).get("answers_to", ""), idle_engine)
                 for request in requests:
-                    one.readers[request.request_id] = reader
-                    one.tokens_left[request.request_id] = request.sampling.max_new_tokens
+                    idle_engine.readers[request.request_id] = reader
+                    idle_engine.tokens_left[request.request_id] = request.sampling.max_new_tokens
             case engine.Stage(call=call, update=update):
-                self._send(one, Staged(call=call, version=update.version, seconds=0.0))
+                self._send(idle_engine, Staged(call=call, version=update.version, seconds=0.0))
             case engine.Commit(call=call, version=version, mode=mode):
-                one.version = version
-                num_running = len(one.tokens_left)
+                idle_engine.version = version
+                num_running = len(idle_engine.tokens_left)
                 report = SwapReport(version=version, gap_s=0.0, carried_over=num_running, restarted=0, mode=mode)
-                self._send(one, Committed(call=call, report=report))
+                self._send(idle_engine, Committed(call=call, report=report))
 
-    def _sample(self, one: _IdleEngine) -> Iterator[TokenChunk]:
-        """Yield the next chunk of each sequence that the engine ``one`` samples at present."""
-        for request_id, left in list(itertools.islice(one.tokens_left.items(), self._slots)):
+    def _sample(self, idle_engine: _IdleEngine) -> Iterator[TokenChunk]:
+        """Yield the next chunk of each sequence that the engine samples at present."""
+        for request_id, left in list(itertools.islice(idle_engine.tokens_left.items(), self._slots)):
             size = min(left, self._flush)
-            one.generated += size
+            idle_engine.generated += size
             self._sampled += size
-            one.tokens_left[request_id] -= size
+            idle_engine.tokens_left[request_id] -= size
             stop = StopReason.LENGTH if size == left else None
             if stop is not None:
-                del one.tokens_left[request_id]
-            chunk = TokenChunk(request_id=request_id, tokens=self._tokens(one.version, size), stop_reason=stop)
+                del idle_engine.tokens_left[request_id]
+            chunk = TokenChunk(request_id=request_id, tokens=self._tokens(idle_engine.version, size), stop_reason=stop)
             yield chunk if self._store is None else self._store.chunk(chunk)
 
     def _tokens(self, version: int, size: int) -> Tokens:
@@ -204,9 +214,9 @@ class IdleEngines:
         experts_RLK = np.arange(size * self._layers * EXPERTS, dtype=np.int64).astype(np.uint8)
         return Routing(known_T=np.ones(size, bool), experts_RLK=experts_RLK.reshape(size, self._layers, EXPERTS))
 
-    def _send(self, one: _IdleEngine, message: Any) -> None:
-        """Send ``message`` from the engine ``one`` to the controller."""
-        one.reports.send(self._codec.encode(message))
+    def _send(self, idle_engine: _IdleEngine, message: Any) -> None:
+        """Send ``message`` from the engine ``idle_engine`` to the controller."""
+        idle_engine.reports.send(self._codec.encode(message))
 
 
 if __name__ == "__main__":

@@ -52,11 +52,11 @@ class IdleCore:
         )
 
     def logprobs(self, batch: Batch) -> FloatColumn:
-        """Return the log-probabilities that the engine recorded."""
+        """Return the log-probabilities that the engine recorded for the tokens of ``batch``."""
         return batch.logprobs_N
 
     def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Return a function that writes nothing, because there are no weights."""
+        """Return a function that writes nothing to ``directory``, because there are no weights."""
         return lambda: None
 
     def take_spans(self) -> Sequence[Span]:
@@ -73,10 +73,10 @@ class IdleBuffers:
         return self
 
     def copy(self, slot: int) -> None:
-        """Copy nothing."""
+        """Copy nothing into ``slot``, because there are no weights."""
 
     def announce(self, version: int, slot: int, to: Sequence[str]) -> WeightUpdate:
-        """Return an update without weights."""
+        """Return the update of ``version`` in ``slot``, without weights. ``to`` is ignored."""
         return WeightUpdate(
             version=version, slot=slot, path="", manifest=Manifest(entries=(), total_bytes=0), checksums=()
         )  # fmt: skip
@@ -85,7 +85,8 @@ class IdleBuffers:
 
 
 def serve(directory: Path, token: str) -> None:
-    """Execute the orders of the controller until it sends the order to shut down."""
+    """Execute the orders of the controller until it sends the order to shut down. ``directory`` has the sockets and the
+    store of columns; ``token`` is the secret of the run."""
     (reports_socket,) = directory.glob(f"{NAME}.*.reports")
     channel = PartChannel(local_addresses(directory, reports_socket.stem), Message)
     orders = OrderStream(channel, SingleRank(torch.device("cpu")), StoreStart(directory=str(directory / COLUMNS)))

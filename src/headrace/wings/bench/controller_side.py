@@ -89,7 +89,7 @@ class IdleLearner:
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Return the publication of ``version``, without weights."""
+        """Return the publication of ``version`` in ``slot``, without weights."""
         return Publication(version=version, slot=slot, exposed_s=0.0)
 
     async def wait_until_published(self, publication: Publication) -> WeightUpdate:
@@ -104,10 +104,10 @@ class IdleLearner:
         return await self.wait_until_published(publication)
 
     async def save(self, directory: Path) -> None:
-        """Write nothing: there are no weights."""
+        """Write nothing to ``directory``: there are no weights."""
 
     async def wait_until_saved(self, directory: Path) -> None:
-        """Return at once: nothing was written."""
+        """Return at once: nothing was written to ``directory``."""
 
 
 class AlternatingScorer:
@@ -118,9 +118,10 @@ class AlternatingScorer:
     def __init__(self) -> None:
         """Create the scorer; its first reward is 0."""
         self._numbers = itertools.count()
+        """Counts the scored completions; the reward is the number modulo 2."""
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
-        """Return a reward of 0 or 1 for each completion."""
+        """Return a reward of 0 or 1 for each of ``completions``; ``task`` and ``context`` are ignored."""
         return Scores(rewards=tuple([float(next(self._numbers) % 2) for _ in completions]))
 
 
@@ -129,17 +130,19 @@ class MultiTurnEnv:
 
     begins_with_prompt = False
 
-    def __init__(self, turns: int, given: int) -> None:
-        """Create an environment whose episodes have ``turns`` answers, with ``given`` new tokens before each."""
+    def __init__(self, turns: int, num_new: int) -> None:
+        """Create an environment whose episodes have ``turns`` answers, with ``num_new`` new tokens before each."""
         self._turns = turns
-        self._given = np.arange(given, dtype=np.int32) % 89
+        self._new_ids_T = np.arange(num_new, dtype=np.int32) % 89
+        """The ids of the tokens that the model reads before each answer."""
 
     async def run(self, task: Task, episode: Any) -> AttemptOutcome:
-        """Sample all answers of an episode, one after the other, and return its outcome, with a reward of 0 or 1."""
-        ids_T = np.concatenate([task.prompt_ids_T, self._given])
+        """Sample all answers of an episode for ``task``, one after the other; return its outcome, with reward 0 or
+        1."""
+        ids_T = np.concatenate([task.prompt_ids_T, self._new_ids_T])
         for _ in range(self._turns):
             reply = await episode.sample(ids_T)
-            ids_T = np.concatenate([ids_T, np.array(reply.token_ids, np.int32), self._given])
+            ids_T = np.concatenate([ids_T, np.array(reply.token_ids, np.int32), self._new_ids_T])
         return AttemptOutcome(reward=float(sum(map(ord, str(episode.key))) % 2))
 
 
@@ -189,7 +192,8 @@ def make_settings(spec: dict[str, Any]) -> ControlSettings:
 
 def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token: str) -> list[EngineClient]:
     """Start the process of the engines, and return their clients, which are not ready yet. ``stack`` kills the process
-    at its end; ``token`` is the secret of the run."""
+    at its end; ``token`` is the secret of the run. ``spec`` is the case to measure: the number of engines, and the
+    options of their process. The sockets lie in ``directory``."""
     names = [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
     numbers = (len(names), spec["flush"], spec.get("layers", 0), spec.get("slots", 1 << 30), spec.get("rate", 0))

@@ -51,7 +51,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:
     """Train the demo for ``steps`` steps in ``run_dir`` with ``settings``, overrides in the form ``section.key=value``.
     Return a row with the figures of the run: held-out accuracy before and after, the divergence from the teacher in the
-    first and the last step, and the versions that the teacher had."""
+    first and the last step, and the versions that the teacher had. ``kind`` is the name of the kind of run in the
+    row."""
     common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
     summary = train(load_config(demo.run_file, [*common, *settings]))
     records = read_steps(run_dir / METRICS_FILE)

@@ -139,7 +139,8 @@ class _EngineBench:
         return stack.enter_context(open_worker(side, model, self.threads, vllm=self.vllm))
 
     def timed(self, side: PeerProcess, request: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        """Send a request to an engine's process; return the seconds until the answer arrives, and the answer."""
+        """Send ``request`` to the process ``side`` of an engine; return the seconds until the answer arrives, and the
+        answer."""
         start_s = self.clock.now()
         answer = side.call(request)
         return self.clock.now() - start_s, answer
@@ -151,7 +152,8 @@ def measure(
     """Run all measurements and return their report: the comparisons with other engines, the lower limit of a step's
     time, the time to the first token, the cost of recording, and the commit gaps. ``threads`` is the number of threads
     of each process (``None``: all cores); with ``quick`` everything is small and the figures mean nothing; ``vllm`` is
-    the path of an interpreter with vLLM for CPUs (empty: vLLM is left out)."""
+    the path of an interpreter with vLLM for CPUs (empty: vLLM is left out). ``on_progress`` is called with lines of
+    progress."""
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -196,7 +198,7 @@ def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
 def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     """Send the request of ``match`` to each of its engines in turn, round after round, after a short warm-up request.
     Return a row for each engine with tokens per second and memory, a row for each ratio, and the targets. Every answer
-    must have the requested number of tokens."""
+    must have the requested number of tokens. ``bench`` has the options of the benchmark."""
     names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
@@ -241,7 +243,7 @@ def _measure_step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
     """Compare the time of a decoding step of a full batch with the lower limit that the machine's matrix products and
     memory set, and measure the part of the step outside the model's forward pass. The time of the prompts is measured
     separately and subtracted. Return a row, and the target that the limit is at least 0.6 of the measured time.
-    ``ours`` is the process of the embedded engine."""
+    ``ours`` is the process of the embedded engine. ``bench`` has the options of the benchmark."""
     spec = SMALL if bench.quick else LARGE
     batch, new = (4, 8) if bench.quick else (64, 128)
     limits = {"matrix_size": 1024, "copied_bytes": 2**24 if bench.quick else 2**28}
@@ -268,9 +270,10 @@ def _measure_step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
 
 def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[str, float]) -> float:
     """Return the lower limit of the time, in seconds, of one decoding step of ``batch`` sequences with ``context``
-    tokens each on average. This is the time of the products with the weights at the machine's matrix rate, or of
-    reading the weights once if that takes longer, plus the time of reading the keys and values of the contexts once.
-    All numbers are float32. ``machine`` has the measured rates ``flop_per_s`` and ``bytes_per_s``."""
+    tokens each on average, for a model of the size ``spec``. This is the time of the products with the weights at the
+    machine's matrix rate, or of reading the weights once if that takes longer, plus the time of reading the keys and
+    values of the contexts once. All numbers are float32. ``machine`` has the measured rates ``flop_per_s`` and
+    ``bytes_per_s``."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
@@ -304,19 +307,19 @@ def _measure_cold_start(bench: _EngineBench) -> Measurement:
 
 
 def _measure_recording(
-    bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
+    bench: _EngineBench, ours: PeerProcess, recorded: str, base: Mapping[str, Any], more: Mapping[str, Any]
 ) -> Measurement:
-    """Measure how much longer requests take when the embedded engine records ``what`` (kept-sets or routing). Requests
-    with the sampling options ``base`` are sent alternately without and with the options ``more``, which switch the
-    recording on. Return a row, and the target that recording takes at most a tenth more time."""
+    """Measure how much longer requests take when the embedded engine records ``recorded`` (kept-sets or routing).
+    Requests with the sampling options ``base`` are sent alternately without and with the options ``more``, which switch
+    the recording on. Return a row, and the target that recording takes at most a tenth more time."""
     lengths = (8,) * 4 if bench.quick else (128,) * 64
     off, on = make_request(lengths, **base), make_request(lengths, **base, **more)
     ours.call(on)
     times = [(bench.timed(ours, off)[0], bench.timed(ours, on)[0]) for _ in range(bench.rounds)]
     cost = statistics.median(on_s / off_s - 1 for off_s, on_s in times)
     off_s, on_s = (statistics.median(column) for column in zip(*times, strict=True))
-    row: Row = {"what": f"recording {what}", "off_s": off_s, "on_s": on_s, "cost": cost}
-    return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
+    row: Row = {"what": f"recording {recorded}", "off_s": off_s, "on_s": on_s, "cost": cost}
+    return [row], [at_most(f"recording {recorded}, more time", cost, 0.10, "fraction")]
 
 
 def _measure_gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:

@@ -104,8 +104,9 @@ def open_worker(side: str, model: Path, threads: int, *, vllm: str = "", module:
 
 
 def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping[str, Any], vllm: str = "") -> float:
-    """Return the seconds from the start of a process for the engine ``side`` to its answer to ``request``, a request
-    for one token. ``vllm`` is the interpreter of the side ``vllm``."""
+    """Return the seconds from the start of a process for the engine ``side`` with the ``model`` to its answer to
+    ``request``, a request for one token. The process has ``threads`` threads; ``vllm`` is the interpreter of the side
+    ``vllm``."""
     clock = RealClock()
     start_s = clock.now()
     with open_worker(side, model, threads, vllm=vllm) as fresh:

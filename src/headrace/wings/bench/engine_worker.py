@@ -61,8 +61,8 @@ class NativeSide:
     """The embedded engine with fixed weights, which are loaded once, as in ``headrace serve``."""
 
     def __init__(self, model_dir: str) -> None:
-        """Load the model, open an engine for it, and commit the first weights. Hooks measure the time in forward
-        passes."""
+        """Load the model in ``model_dir``, open an engine for it, and commit the first weights. Hooks measure the time
+        in forward passes."""
         self._clock = RealClock()
         self._model = load_model(ModelConfig(path=model_dir))
         config = EngineConfig(max_sequences=BATCH, max_new_tokens=MAX_CONTEXT)
@@ -71,8 +71,10 @@ class NativeSide:
             self._model, config, max_context=MAX_CONTEXT, receiver=receiver, clock=self._clock
         )  # fmt: skip
         self._next_id = 0
+        """The id of the next request to the engine."""
         self._first_commit()
         self._forward_s = self._entered_s = 0.0
+        """The total time in forward passes of the model in the present request, in seconds."""
         self._model.register_forward_pre_hook(self._enter)
         self._model.register_forward_hook(self._leave)
 
@@ -115,8 +117,8 @@ class NativeSide:
 
     def _machine_rates(self, request: Request) -> Answer:
         """Measure the highest rates of this machine: of float32 products of square matrices with ``matrix_size`` rows,
-        and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and bytes per second,
-        where bytes that are read and bytes that are written both count."""
+        and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and bytes per second;
+        bytes that are read and bytes that are written are both counted."""
         size, num_bytes = request["matrix_size"], request["copied_bytes"]
         left, right = (torch.full((size, size), 0.5) for _ in range(2))
         source = torch.ones(num_bytes // 4)
@@ -147,6 +149,7 @@ class NativeSide:
     def _enter(self, *_: object) -> None:
         """Store the time at which a forward pass begins; a hook of the model."""
         self._entered_s = self._clock.now()
+        """The time at which the present forward pass began."""
 
     def _leave(self, *_: object) -> None:
         """Add the time of the forward pass that ends to the total; a hook of the model."""
@@ -238,6 +241,7 @@ class ContinuousBatchingSide:
         self._model = _load_transformers(model_dir)
         # by default the cache takes nearly all free memory; a tenth is many times what a request needs
         self._cache = ContinuousBatchingConfig(max_memory_percent=0.1)
+        """The settings of transformers' cache of keys and values."""
 
     @torch.no_grad()
     def handle(self, request: Request) -> Answer:

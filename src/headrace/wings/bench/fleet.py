@@ -108,7 +108,7 @@ def _measure_routing() -> Row:
     async def main() -> Row:
         """Return the row of the report, by comparing the fleet with engines that are called directly."""
         engines = [
-            CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
+            CountingEngine(name=f"engine-{index}", flush=FLUSH, on_request=on_request) for index in range(ENGINES)
         ]
         fleet = await _create_fleet(engines)
         alone_s = await sample_all(lambda number: engines[number % ENGINES])
@@ -133,15 +133,15 @@ def _measure_slow_engine() -> Row:
     that these sample beside a slow engine, divided by the number beside an engine of the usual speed. All engines have
     more work than they can do."""
 
-    def sampled(token_s: float) -> int:
+    def count_beside(token_s: float) -> int:
         """Return the number of tokens that the other nine engines sample in :data:`LOADED_S` seconds beside an engine
         that needs ``token_s`` seconds for a token."""
         engines = [CountingEngine(name="slow", flush=FLUSH, num_slots=PLACES, token_s=token_s)]
-        engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, num_slots=PLACES) for place in range(9)]
+        engines += [CountingEngine(name=f"engine-{index}", flush=FLUSH, num_slots=PLACES) for index in range(9)]
         run_virtual(_run_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
         return _count_sampled(engines[1:])
 
-    before, beside = sampled(TOKEN_S), sampled(SLOWNESS * TOKEN_S)
+    before, beside = count_beside(TOKEN_S), count_beside(SLOWNESS * TOKEN_S)
     return {"what": f"one of 10 engines {SLOWNESS} times slower", "others_share": beside / before}
 
 
@@ -149,23 +149,23 @@ def _measure_commit(rolling: int) -> Row:
     """Measure the cost of a commit in a fleet in which at most ``rolling`` engines commit at once while the others
     serve. The row contains the duration of the commit, and the smallest throughput in any fifth of :data:`COMMIT_S`
     during the commit, as a fraction of the throughput before (``least_share``)."""
-    engines = [CountingEngine(name=f"engine-{place}", flush=4, commit_s=COMMIT_S) for place in range(COMMITTING)]
+    engines = [CountingEngine(name=f"engine-{index}", flush=4, commit_s=COMMIT_S) for index in range(COMMITTING)]
     shares, seconds = list[float](), list[float]()
 
-    async def per_second(for_s: float) -> float:
-        """Wait for ``for_s`` seconds; return the number of tokens per second that all engines sampled in this time."""
+    async def measure_throughput(duration_s: float) -> float:
+        """Wait for ``duration_s`` seconds; return how many tokens per second all engines sampled meanwhile."""
         before = _count_sampled(engines)
-        await asyncio.sleep(for_s)
-        return (_count_sampled(engines) - before) / for_s
+        await asyncio.sleep(duration_s)
+        return (_count_sampled(engines) - before) / duration_s
 
     async def commit(fleet: Fleet) -> None:
         """Commit version 1 while the fleet serves. Store the duration, and the throughput in each part of this duration
         as a fraction of the throughput before."""
-        before, start_s = await per_second(4 * COMMIT_S), VirtualClock().now()
+        before, start_s = await measure_throughput(4 * COMMIT_S), VirtualClock().now()
         async with asyncio.TaskGroup() as group:
             committing = group.create_task(commit_weights(fleet, 1, Interrupt.DRAIN))
             while not committing.done():
-                shares.append(await per_second(COMMIT_S / 5) / before)
+                shares.append(await measure_throughput(COMMIT_S / 5) / before)
         seconds.append(VirtualClock().now() - start_s)
 
     run_virtual(_run_under_load(engines, 32 * COMMITTING, commit, rolling=rolling))
@@ -181,7 +181,7 @@ def _measure_failures() -> Row:
     """Measure the loss when one of three engines fails repeatedly and is replaced. The row contains the number of
     sequences that never ended, and the number of tokens that were sampled again, per sequence that moved to another
     engine."""
-    engines = [CountingEngine(name=f"engine-{place}", flush=FLUSH) for place in range(3)]
+    engines = [CountingEngine(name=f"engine-{index}", flush=FLUSH) for index in range(3)]
     all_engines, carried = list(engines), list[int]()
 
     async def kill(fleet: Fleet) -> None:
@@ -202,7 +202,7 @@ def _measure_failures() -> Row:
     return {
         "what": f"{KILLS} deaths among 3 engines with 96 sequences",
         "sequences": read.started,
-        "lost": read.started - read.ended - read.open,
+        "lost": read.started - read.finished - read.open,
         "carried_over": sum(carried),
         "tokens": read.tokens,
         "tokens_again": again,
@@ -216,7 +216,7 @@ class _ReaderTotals:
 
     started: int = 0
     """The number of requests."""
-    ended: int = 0
+    finished: int = 0
     """The number of answers that arrived with all requested tokens."""
     open: int = 0
     """The number of sequences in flight; at the end, the number of sequences that the clients cancelled."""
@@ -247,7 +247,7 @@ async def _run_under_load(
                 read.tokens += len(chunk.tokens)
                 tokens += len(chunk.tokens)
             read.open -= 1
-            read.ended += tokens == sampling.max_new_tokens
+            read.finished += tokens == sampling.max_new_tokens
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(reader()) for _ in range(sequences)]

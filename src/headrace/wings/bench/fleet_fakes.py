@@ -57,9 +57,9 @@ class CountingEngine:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Yield an answer of ``sampling.max_new_tokens`` tokens in chunks of ``flush`` tokens, at the speed that
-        ``token_s`` defines. An answer of which another engine has sampled the first tokens (``options.answer_ids_T``)
-        is continued."""
+        """Yield an answer to ``prompt_ids_T`` of ``sampling.max_new_tokens`` tokens, in chunks of ``flush`` tokens, at
+        the speed that ``token_s`` defines. An answer of which another engine has sampled the first tokens
+        (``options.answer_ids_T``) is continued."""
         self.on_request(sampling.seed)
         done, total = 0 if options.answer_ids_T is None else len(options.answer_ids_T), sampling.max_new_tokens
         async with self._slots:
@@ -88,12 +88,12 @@ class CountingEngine:
         raise ComponentDied(f"{self.name} was killed", remedy="another goes on")
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Return 0 seconds, since there are no weights to load."""
+        """Return 0 seconds, since ``update`` has no weights to load."""
         return 0.0
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
         """Stop sampling for ``commit_s`` seconds, and then use ``version``. Return the report of the commit, with this
-        time as its gap."""
+        time as its gap and the given ``mode``."""
         self._resumed.clear()
         await asyncio.sleep(self.commit_s)
         self._resumed.set()
@@ -101,7 +101,8 @@ class CountingEngine:
         return SwapReport(version=version, gap_s=self.commit_s, carried_over=0, restarted=0, mode=mode)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the recorded logprobs, since there is no model that could score the tokens."""
+        """Return the recorded logprobs of ``tokens``, since there is no model that could score them at
+        ``temperature``."""
         return tokens.logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
@@ -111,7 +112,7 @@ class CountingEngine:
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stop sampling until :meth:`resume` is called."""
+        """Stop sampling until :meth:`resume` is called. ``release`` is ignored."""
         self._resumed.clear()
 
     async def resume(self) -> None:

@@ -77,7 +77,8 @@ class _RunObservations:
 
 def measure_kills(on_progress: Callable[[str], None]) -> tuple[Row, list[Target]]:
     """Train the demo in a subprocess while its engines are killed one after the other. Return a row of the report and
-    its targets: no episode is lost, few tokens are sampled again, and the throughput recovers soon."""
+    its targets: no episode is lost, few tokens are sampled again, and the throughput recovers soon. ``on_progress`` is
+    called with lines of progress."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         on_progress("the demo's model")
         demo, run_dir = build_demo(Path(scratch) / "demo", seed=0), Path(scratch) / "run"
@@ -153,7 +154,7 @@ def _kill(run_dir: Path, role: str, observed: _RunObservations) -> None:
 
 def _evaluate(run_dir: Path, observed: _RunObservations) -> tuple[Row, list[Target]]:
     """Return the row of the report for a run with kills, and its targets. The figures come from the ledger and the
-    metrics of the run, and from the ``observed`` events."""
+    metrics of the run, and from the ``observed`` events. ``run_dir`` is the directory of the run."""
     with closing(open_ledger(run_dir)) as ledger:
         conservation = ledger.conservation()
     steps = read_steps(run_dir / METRICS_FILE)
@@ -196,11 +197,11 @@ def _recovery_times_s(times_s: FloatArray, generated: FloatArray, observed: _Run
     """
 
     def rate(start_s: float, end_s: float) -> float:
-        """Return the mean number of generated tokens per second between two times."""
+        """Return the mean number of generated tokens per second from ``start_s`` to ``end_s``."""
         start, end = np.interp([start_s, end_s], times_s, generated)
         return float(end - start) / (end_s - start_s)
 
-    normal, found = rate(observed.kills_s[0] - CALM_S, observed.kills_s[0]), list[float]()
+    normal, recoveries_s = rate(observed.kills_s[0] - CALM_S, observed.kills_s[0]), list[float]()
     for back_s in observed.returns_s:
         left_s = min((kill_s - back_s for kill_s in observed.kills_s if kill_s > back_s), default=EVERY_S)
         ends = np.arange(WINDOW_S, EVERY_S, 0.1)
@@ -208,5 +209,5 @@ def _recovery_times_s(times_s: FloatArray, generated: FloatArray, observed: _Run
             float(after) for after in ends if rate(back_s + after - WINDOW_S, back_s + after) >= LEVEL * normal
         ]
         if left_s >= SOON_S:
-            found.append(min(recovered, default=EVERY_S))
-    return found
+            recoveries_s.append(min(recovered, default=EVERY_S))
+    return recoveries_s

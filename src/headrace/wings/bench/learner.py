@@ -113,8 +113,9 @@ class _LearnerBench:
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Run all measurements and return their report: the learner compared with a padded loop, shared prefixes, an
     adapter, routing replay, prefix trees, and the memory of log π. ``threads`` is the number of threads of each process
-    (``None``: all cores); with ``quick`` everything is small and the figures mean nothing."""
-    found: list[Measurement] = []
+    (``None``: all cores); with ``quick`` everything is small and the figures mean nothing. ``on_progress`` is called
+    with lines of progress."""
+    measurements: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
             directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL,
@@ -124,15 +125,15 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
         with ExitStack() as stack:
             ours = bench.open("learner", model, stack)
             with ExitStack() as peers:
-                found.append(_compare_padded(bench, ours, bench.open("padded", model, peers)))
-            found.append(_compare_shared_prefixes(bench, ours))
-            found.append(_compare_lora(bench, ours))
-            found.append(_compare_replay(bench, ours))
-        found += [_compare_trees(bench, model, case) for case in tree_cases(quick=quick)]
-        found.append(_measure_heads(bench, model))
+                measurements.append(_compare_padded(bench, ours, bench.open("padded", model, peers)))
+            measurements.append(_compare_shared_prefixes(bench, ours))
+            measurements.append(_compare_lora(bench, ours))
+            measurements.append(_compare_replay(bench, ours))
+        measurements += [_compare_trees(bench, model, case) for case in tree_cases(quick=quick)]
+        measurements.append(_measure_heads(bench, model))
     rows: list[Row] = [{"what": "threads of each side", "threads": threads or num_cores()}]
     targets: list[Target] = []
-    for more_rows, more_targets in found:
+    for more_rows, more_targets in measurements:
         rows += more_rows
         targets += more_targets
     return make_report(rows, targets)
@@ -146,8 +147,8 @@ def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: An
 
 
 def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
-    """Return the number of floating-point operations of a step, by the formula in the docstring of this module, for
-    answers with the lengths ``answers`` to prompts of ``prompt`` tokens."""
+    """Return the number of floating-point operations of a step, by the formula in the docstring of this module, for a
+    model of the size ``spec`` and answers with the lengths ``answers`` to prompts of ``prompt`` tokens."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     matrices = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
@@ -160,7 +161,7 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
 def _compare_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
     """Compare training steps of the learner (the process ``ours``) with training steps of a loop that pads its batches
     (``theirs``). Return rows with speed, memory and the fraction of the machine's ceiling that the learner uses, and
-    two targets."""
+    two targets. ``bench`` has the options of the benchmark."""
     sizes, spec = bench.sizes, bench.sizes.spec
     request = make_request(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt
@@ -176,14 +177,16 @@ def _compare_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     flop = step_flop(spec, sizes.prompt, sizes.answers)
     used = flop / _median_s(rounds, 0) / max(ceilings)
     ratio = _speedup(rounds)
-    padded = sum(8 * (max(sizes.answers[at : at + 8]) + sizes.prompt) for at in range(0, len(sizes.answers), 8))
+    padded = sum(
+        8 * (max(sizes.answers[start : start + 8]) + sizes.prompt) for start in range(0, len(sizes.answers), 8)
+    )
     rows: list[Row] = [
         {
-            "what": "training step", "side": name, "tok_s": tokens / _median_s(rounds, at),
-            "step_s": _median_s(rounds, at), "peak_mb": rounds[-1][at]["peak_bytes"] / 2**20,
-            "loaded_mb": rounds[-1][at]["loaded_bytes"] / 2**20,
+            "what": "training step", "side": name, "tok_s": tokens / _median_s(rounds, index),
+            "step_s": _median_s(rounds, index), "peak_mb": rounds[-1][index]["peak_bytes"] / 2**20,
+            "loaded_mb": rounds[-1][index]["loaded_bytes"] / 2**20,
         }
-        for at, name in enumerate(("learner", "padded"))
+        for index, name in enumerate(("learner", "padded"))
     ]  # fmt: skip
     rows.append(
         {
@@ -213,7 +216,8 @@ def _compare_shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measure
 def _compare_trees(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
     """Compare steps on the samples of ``case`` that compute shared prefixes once, as by default, with steps that
     compute every sample completely, in micro-batches of the same size. Each side has a process of its own, so that its
-    peak memory can be measured. Return one row and two targets."""
+    peak memory can be measured. Return one row and two targets. ``bench`` has the options of the benchmark, and
+    ``model`` is the directory of the model."""
     request = make_request(bench.sizes.spec, bench.sizes.prompt, (), tree=case.shape)
     what = f"prefix trees, {case.description}"
     with ExitStack() as stack:
@@ -254,7 +258,8 @@ def _compare_replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 def _measure_heads(bench: _LearnerBench, model: Path) -> Measurement:
     """Measure the peak memory that each implementation of the head needs to compute log π and its gradient, without the
     hidden states and the weights of the head; each implementation runs in a new process. Return a row for each, and
-    targets for the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`."""
+    targets for the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`.
+    ``bench`` has the options of the benchmark, and ``model`` is the directory of a model."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
     limit_mb = 2 * gradient_mb + FIXED_MB
@@ -308,18 +313,23 @@ def _assert_same_work(rounds: Rounds) -> None:
         assert abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2, (one, other)
 
 
-def _median_s(rounds: Rounds, at: int) -> float:
-    """Return the median time, in seconds, of a step of the first (``at`` is 0) or second (1) side."""
-    return statistics.median(float(answers[at]["seconds"]) for answers in rounds)
+def _median_s(rounds: Rounds, side: int) -> float:
+    """Return the median time, in seconds, of a step of the first (``side`` is 0) or second (1) side."""
+    return statistics.median(float(answers[side]["seconds"]) for answers in rounds)
 
 
 def _speedup(rounds: Rounds) -> float:
     """Return how many times faster the first side is than the second: the time of the second side divided by the time
     of the first, as the median over the rounds."""
-    return statistics.median(float(other["seconds"] / one["seconds"]) for one, other in rounds)
+    return statistics.median(float(second["seconds"] / first["seconds"]) for first, second in rounds)
 
 
-def _comparison_row(what: str, rounds: Rounds) -> Row:
+def _comparison_row(label: str, rounds: Rounds) -> Row:
     """Return a row that compares steps with a feature (the first side) with steps without it (the second side): the
-    median time of each in seconds, and how many times faster the first side is."""
-    return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _speedup(rounds)}
+    median time of each in seconds, and how many times faster the first side is. ``label`` names the comparison."""
+    return {
+        "what": label,
+        "on_s": _median_s(rounds, 0),
+        "off_s": _median_s(rounds, 1),
+        "times faster": _speedup(rounds),
+    }

@@ -32,7 +32,8 @@ class TokenPaths:
 
 def draw_group(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: int) -> TokenPaths:
     """Return groups of samples, each an answer of ``answer`` tokens to a prompt of ``prompt`` tokens. ``prompts`` has
-    the number of the prompt for each sample of each group; samples with the same number have the same prompt."""
+    the number of the prompt for each sample of each group; samples with the same number have the same prompt.
+    ``draw(n)`` returns ``n`` random tokens."""
     texts = {number: draw(prompt) for number in sorted({number for group in prompts for number in group})}
     members = [(place, number) for place, group in enumerate(prompts) for number in group]
     return TokenPaths(
@@ -45,23 +46,24 @@ def draw_group(draw: Draw, *, prompts: list[list[int]], prompt: int, answer: int
 def draw_agent(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int, observation: int) -> TokenPaths:
     """Return the turns of one episode of an agent, each as one sample. A turn reads the prompt of ``prompt`` tokens and
     the messages of earlier turns, ``observation`` tokens each, but not the thoughts of earlier turns, and answers with
-    ``thought`` tokens. The second half of the ``turns`` is sampled in ``forks`` different ways."""
-    found = TokenPaths(ids_S=[], prompts_S=[], groups_S=[])
+    ``thought`` tokens. The second half of the ``turns`` is sampled in ``forks`` different ways. ``draw(n)`` returns
+    ``n`` random tokens."""
+    paths = TokenPaths(ids_S=[], prompts_S=[], groups_S=[])
 
     def walk(history: Ids, count: int) -> Ids:
         """Add ``count`` turns after ``history``, the tokens that the first of them reads, and return the history after
         these turns."""
         for _ in range(count):
-            found.ids_S.append(np.concatenate([history, draw(thought)]))
-            found.prompts_S.append(len(history))
-            found.groups_S.append(0)
+            paths.ids_S.append(np.concatenate([history, draw(thought)]))
+            paths.prompts_S.append(len(history))
+            paths.groups_S.append(0)
             history = np.concatenate([history, draw(observation)])
         return history
 
     trunk = walk(draw(prompt), turns // 2)
     for _ in range(forks):
         walk(trunk, turns - turns // 2)
-    return found
+    return paths
 
 
 SHAPES: dict[str, Callable[..., TokenPaths]] = {"groups": draw_group, "agents": draw_agent}
@@ -69,7 +71,8 @@ SHAPES: dict[str, Callable[..., TokenPaths]] = {"groups": draw_group, "agents": 
 
 
 def draw_paths(request: dict[str, Any], draw: Draw) -> TokenPaths:
-    """Return the samples that a request describes by the name of a shape in :data:`SHAPES` and its arguments."""
+    """Return the samples that a request describes by the name of a shape in :data:`SHAPES` and its arguments.
+    ``draw(n)`` returns ``n`` random tokens."""
     arguments = dict(request)
     return SHAPES[arguments.pop("shape")](draw, **arguments)
 

@@ -48,7 +48,7 @@ class LearnerSide(Protocol):
         ...
 
 
-def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
+def make_batch(step: int, request: Mapping[str, Any]) -> Batch:
     """Return a batch for training step ``step``: random answers with the lengths ``request["lengths"]`` to prompts of
     ``request["prompt"]`` tokens, one prompt for each group of 8; or the samples that ``request["tree"]`` describes.
     Equal requests yield equal samples at any step."""
@@ -90,17 +90,17 @@ def _answers(request: Mapping[str, Any], draw: Draw) -> TokenPaths:
     )
 
 
-def memory_bytes(which: str) -> int:
-    """Return the memory of this process in bytes: its peak if ``which`` is ``VmHWM``, its current size for ``VmRSS``.
+def memory_bytes(field: str) -> int:
+    """Return the memory of this process in bytes: its peak if ``field`` is ``VmHWM``, its current size for ``VmRSS``.
 
-    Where ``/proc`` is missing, the result is the peak of ``getrusage`` in both cases.
+    If ``/proc`` is missing, the result is the peak of ``getrusage`` in both cases.
     """
     status = Path("/proc/self/status")
     if not status.exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(lines[which].split()[0]) * 1024
+    return int(lines[field].split()[0]) * 1024
 
 
 class HeadraceSide:
@@ -115,7 +115,9 @@ class HeadraceSide:
         self._model_dir = model_dir
         self._clock = RealClock()
         self._cores: dict[str, LearnerCore] = {}
+        """The learners, by the model, the settings and the adapter that a request names (JSON)."""
         self._loaded_bytes = 0
+        """The memory of this process after the last model was loaded."""
 
     def handle(self, request: Request) -> Answer:
         """Train one step of Headrace's learner on a random batch, or for a request with ``products`` measure the
@@ -127,7 +129,7 @@ class HeadraceSide:
         if name not in self._cores:
             self._cores[name] = self._create_learner(request)
         core = self._cores[name]
-        batch = batch_of(core.version, request)
+        batch = make_batch(core.version, request)
         if request.get("replay"):
             batch = self._record_routing(batch, request)
         report = core.train(batch)
@@ -203,16 +205,18 @@ class PaddedSide:
 
         self._clock = RealClock()
         self._step = 0
+        """The number of training steps so far."""
         self._model = AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, attn_implementation="sdpa"
         )  # fmt: skip
         self._optimizer = build_optimizer(self._model.parameters(), LearnerConfig(lr=LR))
         self._loaded_bytes = memory_bytes("VmRSS")
+        """The memory of this process after the model was loaded."""
 
     def handle(self, request: Request) -> Answer:
-        """Train one step of the padded loop over transformers on a random batch; return the same figures as
-        :class:`HeadraceSide`."""
-        batch = batch_of(self._step, request)
+        """Train one step of the padded loop over transformers on a random batch that ``request`` describes; return the
+        same figures as :class:`HeadraceSide`."""
+        batch = make_batch(self._step, request)
         start_s = self._clock.now()
         for ids_BL, mask_BL, advantages_B in padded_batches(batch):
             self._backward(ids_BL, mask_BL, advantages_B, batch.num_loss_tokens)

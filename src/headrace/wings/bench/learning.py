@@ -160,8 +160,8 @@ def _measure_run(task: LearningTask, directory: Path | None, key: Row) -> Row:
 
 def _train_run(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Summary:
     """Train the run of ``task`` that ``key`` identifies (seed, age, part and steps) in ``run_dir``, with a snapshot
-    every few steps, and return its summary. Raises :class:`~headrace.base.errors.RunError` if the run does not
-    finish."""
+    every few steps, and return its summary. ``run_file`` is the run file of the task. Raises
+    :class:`~headrace.base.errors.RunError` if the run does not finish."""
     age, num_steps = key["max_age"], key["steps"]
     with as_file(files("headrace.wings.bench") / "user_code.py") as code:
         settings = [
@@ -182,9 +182,9 @@ def _train_run(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> S
 
 
 def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary) -> Row:
-    """Return the figures of a run that has ended: ages, speed and idle time after the first steps, and its learning
-    curve with the area under it. The tokens and the seconds to the goal (:data:`MARK`) are ``None`` where the run did
-    not reach the goal."""
+    """Return the figures of a run of ``task`` in ``run_dir`` that has ended with ``summary``: ages, speed and idle time
+    after the first steps, and its learning curve with the area under it. The tokens and the seconds to the goal
+    (:data:`MARK`) are ``None`` if the run did not reach the goal. The held-out rows lie beside ``run_file``."""
     run = load_run(run_dir)
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
@@ -209,7 +209,7 @@ def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary
 
 
 def _synchronous_times_s(summary: Summary) -> tuple[float, float] | None:
-    """Return the least and the greatest time, in seconds, that a synchronous run, in which generation and training
+    """Return the shortest and the longest time, in seconds, that a synchronous run, in which generation and training
     take turns, would have taken for the same work, as the run's own account estimates; ``None`` without an estimate."""
     spent = summary.account
     if spent is None or not spent.turned_s:
@@ -232,8 +232,8 @@ def _curve(task: LearningTask, directory: Path, run_dir: Path, run: RunData) -> 
 
 
 def _evaluate(task: LearningTask, directory: Path, model_dir: Path) -> float:
-    """Return the mean reward of the model in ``model_dir`` on the held-out rows in ``directory``, with one answer to
-    each row, sampled from a fixed seed."""
+    """Return the mean reward in ``task`` of the model in ``model_dir`` on its held-out rows in ``directory``, with one
+    answer to each row, sampled from a fixed seed."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -293,12 +293,12 @@ def _comparisons(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _ratio(seconds: float | None, of: float | None) -> float:
-    """Return ``seconds`` divided by ``of``, the times of two runs to the goal. ``None`` means that a run did not reach
-    the goal: the ratio is then infinite or 0, and 1 if neither run reached it."""
-    if seconds is None and of is None:
+def _ratio(seconds: float | None, other_s: float | None) -> float:
+    """Return ``seconds`` divided by ``other_s``, the times of two runs to the goal. ``None`` means that a run did not
+    reach the goal: the ratio is then infinite or 0, and 1 if neither run reached it."""
+    if seconds is None and other_s is None:
         return 1.0
-    return math.inf if seconds is None else 0.0 if of is None else seconds / of
+    return math.inf if seconds is None else 0.0 if other_s is None else seconds / other_s
 
 
 def confidence_interval(values: Sequence[float]) -> tuple[float, float]:

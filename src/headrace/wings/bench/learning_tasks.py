@@ -44,7 +44,8 @@ def _demo(directory: Path, seed: int) -> Path:
 
 def _long(directory: Path, seed: int) -> Path:
     """Create the task ``long`` in ``directory`` and return its run file: a model with random weights, whose answers
-    have geometric lengths, and rows whose reward is the fraction of characters with odd codes."""
+    have geometric lengths, and rows whose reward is the fraction of characters with odd codes. ``seed`` is the seed of
+    the weights and the rows."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -68,7 +69,7 @@ def _long(directory: Path, seed: int) -> Path:
 def _gym(directory: Path, seed: int) -> Path:
     """Create the task ``gym`` in ``directory`` and return its run file, which names the task ``basic_arithmetic`` of
     reasoning-gym. The model is first trained on demonstrations of sums and differences of single digits, in many of
-    which a minus is read as a plus."""
+    which a minus is read as a plus. ``seed`` is the seed of the model and the rows."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny

@@ -42,7 +42,8 @@ MB = 1e6
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
     """Measure the speed at which ledgers on disk and in memory record operations, one transaction for each; then the
     time of the demo, alternately with its ledger and with a ledger that records nothing. Return a report with rows and
-    targets. ``quick`` reduces the work to a tenth, and to one pair of runs."""
+    targets. ``quick`` reduces the work to a tenth, and to one pair of runs. ``on_progress`` is called with lines of
+    progress."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -67,7 +68,7 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
     ``directory`` records transitions of groups, episodes, and parts of running turns. The work is divided by
     ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
-    transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
+    transitions = [operation for number in range(GROUPS // part) for operation in _list_transitions(number)]
     transitions_s = _apply_s(ledger, transitions)
     episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
     episodes_s = _apply_s(ledger, episodes)
@@ -99,7 +100,8 @@ def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
     """Measure the demo's wall time per trained token with its ledger, divided by the same time without a ledger, in
-    ``pairs`` pairs of runs. Return a row with the median, the lowest and the highest ratio."""
+    ``pairs`` pairs of runs. Return a row with the median, the lowest and the highest ratio. Files are written into
+    ``scratch``, and ``on_progress`` is called with lines of progress."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):
@@ -129,7 +131,7 @@ def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
     return clock.now() - start_s
 
 
-def _transitions_of(number: int) -> list[Operation]:
+def _list_transitions(number: int) -> list[Operation]:
     """Return the eight operations that move group ``number`` from its submission to its release."""
     states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
     numbers = (number,)

@@ -26,7 +26,8 @@ FROZEN_STEPS = 60
 
 def measure(on_progress: Callable[[str], None]) -> Report:
     """Measure the demo over three seeds with and without learning, pairs of a synchronous and an asynchronous run with
-    a slow reward, and the time of ``import headrace``. Return a row for each run, and the targets."""
+    a slow reward, and the time of ``import headrace``. Return a row for each run, and the targets. ``on_progress`` is
+    called with lines of progress."""
     clock = RealClock()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -86,7 +87,8 @@ def _learning_targets(learned: list[Summary], frozen: list[Summary]) -> list[Tar
 def _train_pairs(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
     """Train the demo with a slow reward :data:`PAIRS` times with ``flow.max_age=1`` (asynchronous) and with
     ``flow.max_age=0`` (synchronous). Return for each pair the wall time per trained token of the asynchronous run
-    divided by that time of the synchronous run; and the rows of the report, one for each run."""
+    divided by that time of the synchronous run; and the rows of the report, one for each run. Run directories are
+    created in ``directory``; ``on_progress`` is called with lines of progress."""
     ratios: list[float] = []
     rows: list[Row] = []
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
@@ -108,11 +110,11 @@ def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
     return train(load_config(demo.run_file, [*quiet, *settings]))
 
 
-def _row(what: str, summary: Summary, **more: float) -> Row:
-    """Return the row of the report for one run, from its summary; ``what`` names the kind of run, and ``more`` are
+def _row(kind: str, summary: Summary, **more: float) -> Row:
+    """Return the row of the report for one run, from its summary; ``kind`` names the kind of run, and ``more`` are
     further columns."""
     return {
-        "what": what,
+        "what": kind,
         **more,
         "steps": summary.steps,
         "eval_before": summary.eval_before,

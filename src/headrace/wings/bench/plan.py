@@ -23,7 +23,7 @@ from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
-from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrated, recording
+from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrate_from, read_recording
 from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
 from headrace.wings.plan.spread import Lognormal, Uniform
 from headrace.wings.plan.system import Measured
@@ -112,7 +112,7 @@ TASKS = (
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Measure the time in which the planner simulates a run of 10,000 accelerators, and the errors of its predictions
     for runs on this machine. Return a report with a row for each run, and the targets. With ``quick`` everything is
-    small and the figures mean nothing."""
+    small and the figures mean nothing. ``on_progress`` is called with lines of progress."""
     rows: list[Row] = []
     clock = RealClock()
     on_progress("a million episodes")
@@ -131,9 +131,9 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 on_progress(name)
                 reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
                 _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
-            measured = calibrated(*(directory / name for name in list(task.runs)[:2]))
+            measured = calibrate_from(*(directory / name for name in list(task.runs)[:2]))
             for name in task.runs:
-                row, more_targets = _compare(name, recording(directory / name), measured)
+                row, more_targets = _compare(name, read_recording(directory / name), measured)
                 rows.append(row)
                 targets += more_targets
     return make_report(rows, targets)

@@ -40,7 +40,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
-    """Measure each driver, with ``rounds`` rounds of the short operations, and return the report."""
+    """Measure each driver, with ``rounds`` rounds of the short operations, and return the report. ``on_progress`` is
+    called with lines of progress."""
     rows: list[Row] = []
     targets: list[Target] = []
     for kind in ("jail", "bubblewrap"):

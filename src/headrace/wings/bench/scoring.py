@@ -115,10 +115,10 @@ def _slow_judge() -> Iterator[str]:
             process.kill()
 
 
-def _row(what: str, pair: int, summary: Summary) -> Row:
-    """Return the row of the report for the run of the kind ``what`` in the pair number ``pair``, from its summary."""
+def _row(kind: str, pair: int, summary: Summary) -> Row:
+    """Return the row of the report for the run of the kind ``kind`` in the pair number ``pair``, from its summary."""
     return {
-        "what": what,
+        "what": kind,
         "pair": pair,
         "steps": summary.steps,
         "tokens_generated": summary.tokens_generated,

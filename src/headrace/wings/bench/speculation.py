@@ -78,7 +78,7 @@ class _Side:
     """The chunks of tokens of each request, in order, by the id of the request."""
 
     def work(self, clock: RealClock) -> None:
-        """Run steps of the engine for :data:`_TURN_S`, or until it has no more work."""
+        """Run steps of the engine for :data:`_TURN_S`, measured by ``clock``, or until it has no more work."""
         start_s = clock.now()
         while self.engine.has_work() and clock.now() - start_s < _TURN_S:
             for chunk in self.engine.step():
@@ -103,7 +103,8 @@ class _Comparison:
 
 
 def _engine(model_dir: Path, batch: int, speculation: Way) -> NativeEngine:
-    """Return an engine that serves the model in ``model_dir`` to at most ``batch`` running sequences."""
+    """Return an engine that serves the model in ``model_dir`` to at most ``batch`` running sequences, with this kind of
+    ``speculation``."""
     config, read = EngineConfig(max_sequences=batch, max_new_tokens=ANSWER, speculation=speculation), str(model_dir)
     model = load_model(ModelConfig(path=read))
     engine = NativeEngine(
@@ -120,9 +121,9 @@ def _engine(model_dir: Path, batch: int, speculation: Way) -> NativeEngine:
 
 
 def _run_visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
-    """Sample an answer to each row with both engines, alternately, with the seeds of visit ``number``, and return the
-    measurements. The first of ``sides`` is the engine without speculation. Raises ``RuntimeError`` if their tokens or
-    logprobs differ."""
+    """Sample an answer to each of ``num_rows`` rows with both engines at this ``temperature``, alternately, with the
+    seeds of visit ``number``, and return the measurements. The first of ``sides`` is the engine without speculation.
+    Raises ``RuntimeError`` if their tokens or logprobs differ."""
     clock, rng, book = RealClock(), np.random.default_rng(0), PhraseBook()
     prompts = [book.text(rng, PROMPT) for _ in range(num_rows)]
     before = sides[1].engine.stats()
@@ -172,17 +173,17 @@ def _measure(
     return visits
 
 
-def _row(what: str, batch: int, visits: list[_Comparison]) -> Row:
+def _row(label: str, batch: int, visits: list[_Comparison]) -> Row:
     """Return the row of the report for ``visits``, the measurements of the same visit in all rounds: their medians, and
     the lowest speed."""
     middle = {name: statistics.median(getattr(each, name) for each in visits) for name in _Comparison.__slots__}
-    return {"what": what, "batch": batch, **middle, "lowest_speed": min(each.speed for each in visits)}
+    return {"what": label, "batch": batch, **middle, "lowest_speed": min(each.speed for each in visits)}
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Measure the speed-up by speculation in a second visit to the same rows, and its cost in a first visit, for 8 and
     64 running sequences, and return the report. ``threads`` is the number of threads (``None``: all cores); with
-    ``quick`` everything is small and the figures mean nothing."""
+    ``quick`` everything is small and the figures mean nothing. ``on_progress`` is called with lines of progress."""
     torch.set_num_threads(threads or num_cores())
     rows: list[Row] = []
     targets: list[Target] = []
@@ -221,14 +222,15 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
 def _measure_heads(
     directory: Path,
     on_progress: Callable[[str], None],
-    found: tuple[list[Row], list[Target]],
+    results: tuple[list[Row], list[Target]],
     *,
     size: dict[str, Any],
     quick: bool,
 ) -> None:
-    """Measure drafts from prediction heads, on rows that are seen first, and add the rows and targets to ``found``.
-    Models are written into ``directory``; ``size`` are the numbers of rows and rounds."""
-    rows, targets = found
+    """Measure drafts from prediction heads, on rows that are seen first, and add the rows and targets to ``results``.
+    Models are written into ``directory``; ``size`` are the numbers of rows and rounds, and with ``quick`` training is
+    short. ``on_progress`` is called with lines of progress."""
+    rows, targets = results
     steps, head_steps = (20, 2) if quick else (STEPS, HEAD_STEPS)
     rng = np.random.default_rng(2)
     small = train_model(directory / "1M-heads", on_progress, kind=HEADED, steps=steps)

@@ -1,5 +1,5 @@
-"""Prediction heads for the models of the benchmark ``speculation``: made, trained on the model's own distributions by
-plain torch, and widened with their model.
+"""Prediction heads for the models of the benchmark ``speculation``: created, trained on the model's own distributions
+by plain torch, and widened with their model.
 
 Shape legend: N tokens of a batch, V vocabulary, H hidden size.
 """
@@ -29,7 +29,7 @@ _DEPTH = 2
 
 def add_head(directory: Path, *, noise: float = 0.0, seed: int = 0) -> Path:
     """Add an untrained prediction head to the model in ``directory``, and return that path: a copy of its last layer,
-    whose input is the mean of embedding and state, plus random numbers of the scale ``noise``."""
+    whose input is the mean of embedding and state, plus random numbers of the scale ``noise``, drawn from ``seed``."""
     config, files = read_config(str(directory)), load_file(directory / "model.safetensors")
     layout, generator = LAYOUTS[config.model_type], torch.Generator().manual_seed(seed)
     last, size = f"model.layers.{config.num_hidden_layers - 1}.", int(config.hidden_size)
@@ -50,7 +50,7 @@ def train_head(
 ) -> Path:
     """Train the prediction head of the model in ``directory`` to give the model's own distributions on ``batches`` of
     texts, one step for each batch, write it there, and return that path. ``on_progress`` is called with lines of
-    progress."""
+    progress. ``lr`` is the learning rate."""
     config = ModelConfig(path=str(directory))
     model = load_model(config).requires_grad_(requires_grad=False)
     head = load_head(config, model).requires_grad_(requires_grad=True)

@@ -51,8 +51,11 @@ class PhraseBook:
         """Draw the phrases, and the successor of every wording, from a fixed seed: all books are equal."""
         rng = np.random.default_rng(7)
         self._num = len(SMALL.vocab)
+        """The size of the vocabulary."""
         self._wordings = [[self._characters(rng, int(rng.integers(7, 13))) for _ in WORDINGS] for _ in range(PHRASES)]
+        """For each phrase its wordings, each a text of 7 to 12 random characters."""
         self._next = rng.integers(0, PHRASES, (PHRASES, len(WORDINGS)))
+        """For each phrase and wording, the index of the phrase that follows."""
 
     def text(self, rng: np.random.Generator, num_tokens: int, *, mistyped_frac: float = 0.0) -> IntColumn:
         """Return a text of ``num_tokens`` tokens that begins at a random phrase, drawn with ``rng``. Each phrase begins
@@ -72,7 +75,8 @@ class PhraseBook:
 
 
 def draw_demonstrations(rng: np.random.Generator, num: int) -> list[IntColumn]:
-    """Return ``num`` texts of the book by a careless writer, each of the length of a prompt and its answer."""
+    """Return ``num`` texts of the book by a careless writer, drawn with ``rng``, each of the length of a prompt and its
+    answer."""
     book = PhraseBook()
     return [book.text(rng, PROMPT + ANSWER, mistyped_frac=MISTYPED_FRAC) for _ in range(num)]
 

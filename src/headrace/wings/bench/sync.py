@@ -38,7 +38,7 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, ma
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group import measure_group
-from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
+from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, make_tensors
 
 HALF_BILLION = TinySpec(
     hidden_size=2048, num_layers=11, num_heads=16, num_kv_heads=8, intermediate_size=5632, vocab=LARGE.vocab,
@@ -64,7 +64,7 @@ class Size:
     commits: int
     """The number of commits in the engine that decodes."""
     is_crossed: bool
-    """True where every transport is combined with every codec. Otherwise each transport is measured with the codec
+    """True if every transport is combined with every codec. Otherwise each transport is measured with the codec
     ``full`` and each codec with the transport ``shm``, since the cost of a codec does not depend on the transport."""
 
     def combinations(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
@@ -110,7 +110,8 @@ class _SyncBench:
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Run all measurements and return their report. ``threads`` is the number of threads of each process (``None``:
-    one); with ``quick`` everything is small and the figures mean nothing."""
+    one); with ``quick`` everything is small and the figures mean nothing. ``on_progress`` is called with lines of
+    progress."""
     rows: list[Row] = []
     targets: list[Target] = []
     torch.set_num_threads(threads or 1)
@@ -153,7 +154,7 @@ def adapter_plan(plan: SyncPlan) -> SyncPlan:
 def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the combinations of transport and codec for a model of this size, with all weights, or for the codec
     ``adapter`` with the weights of adapters. Append a row for each combination to ``rows``, and the targets of this
-    size to ``targets``."""
+    size to ``targets``. ``bench`` has the options of the benchmark."""
     whole = full_plan(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapter_plan(whole), ["adapter"])):
         with bench.learner(plan) as learner:
@@ -178,7 +179,7 @@ def _measure_combination(
 ) -> Row:
     """Send several versions from ``learner`` to a receiver in this process by one ``combination`` (transport, codec,
     number of versions). Return a row with the medians in seconds and bytes. Two versions before these, for which memory
-    is allocated, are not counted."""
+    is allocated, are not counted. ``plan`` describes the weights, and ``bench`` has the options of the benchmark."""
     transport, codec, rounds = combination
     with ExitStack() as stack:
         places = RunPlaces(
@@ -188,7 +189,7 @@ def _measure_combination(
         )
         address = TRANSPORTS.load(transport).address(SyncConfig(transport=transport), places)
         route = Route(transport=transport, codec=codec, address=address, deadline_s=DEADLINE_S)
-        receiver = make_receiver(route, tensors_of(plan), TOKEN)
+        receiver = make_receiver(route, make_tensors(plan), TOKEN)
         stack.callback(receiver.close)
         learner.call({"do": "open", "route": msgspec.to_builtins(route)})
         figures = [_send_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
@@ -201,8 +202,8 @@ def _measure_combination(
 
 def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
     """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each part and
-    the number of sent bytes. ``exposed_s`` is the time for which the learner is blocked, and ``announce_s`` the time
-    in which it then hashes, encodes and sends."""
+    the number of sent bytes. ``exposed_s`` is the time for which the learner is blocked, and ``announce_s`` the time in
+    which it then hashes, encodes and sends. ``bench`` has the clock."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -221,7 +222,8 @@ def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, v
 
 def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the commit gaps of an engine that decodes :data:`BATCH` sequences while new weights arrive through shared
-    memory. Append a row to ``rows`` and a target to ``targets``."""
+    memory. Append a row to ``rows`` and a target to ``targets``. The engine has a model of the given ``size``;
+    ``bench`` has the options of the benchmark."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
     with open_worker("fed", model, bench.threads) as engine:
@@ -250,7 +252,8 @@ def _measure_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: lis
 
 def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
     """Measure broadcasts by torch's Gloo backend between two processes: tensor by tensor, in buckets, and as one tensor
-    that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``."""
+    that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``. ``bench``
+    has the options of the benchmark."""
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
@@ -258,7 +261,7 @@ def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target
         bench.on_progress(f"gloo: {name}")
         with bench.learner(plan) as learner:
             peer = _Peer(bench, learner, plan, bench.directory / f"gloo-{name}")
-            each, buckets, one = (peer.shortest_s(how) for how in ("each", "buckets", "one"))
+            each, buckets, one = (peer.shortest_s(manner) for manner in ("each", "buckets", "one"))
         row: Row = {"what": "gloo", "model": name, "tensors": len(plan.shapes)}
         row |= {"each_s": each, "buckets_s": buckets, "one_s": one}
         rows.append(row | {"each by buckets": each / buckets, "one by buckets": one / buckets})
@@ -273,26 +276,29 @@ class _Peer:
     processes exchange their addresses by files in ``directory``."""
 
     def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
-        """Create the receiving side, with the tensors that ``plan`` describes."""
+        """Create the receiving side, with the tensors that ``plan`` describes. ``bench`` has the options of the
+        benchmark."""
         self._bench, self._learner, self._directory = bench, learner, directory
-        self._tensors = list(tensors_of(plan).values())
+        self._tensors = list(make_tensors(plan).values())
+        """The tensors into which broadcasts are received."""
         self._group: ProcessGroup | None = None
+        """The process group of both processes; None before the first broadcast joins it."""
 
-    def shortest_s(self, how: str) -> float:
-        """Return the shortest time, in seconds, of several broadcasts in the manner ``how`` (``each``, ``buckets`` or
+    def shortest_s(self, manner: str) -> float:
+        """Return the shortest time, in seconds, of several broadcasts in this ``manner`` (``each``, ``buckets`` or
         ``one``), from the start of the receiving side until all tensors have arrived."""
-        return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
+        return min(self._broadcast(manner) for _ in range(2 if self._bench.quick else 7))
 
-    def _broadcast(self, how: str) -> float:
-        """Receive one broadcast in the manner ``how``, which the worker sends at the same time; return its duration in
+    def _broadcast(self, manner: str) -> float:
+        """Receive one broadcast in this ``manner``, which the worker sends at the same time; return its duration in
         seconds."""
-        request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
+        request = {"do": "broadcast", "how": manner, "directory": str(self._directory)}
         sending = threading.Thread(target=self._learner.call, args=(request,))
         sending.start()
         if self._group is None:
             self._group = join_local_group(self._directory, "bench", (1, 2), DEADLINE_S)
         start_s = self._bench.clock.now()
-        broadcast(self._group, self._tensors, how, packs=False)
+        broadcast(self._group, self._tensors, manner, packs=False)
         seconds = self._bench.clock.now() - start_s
         sending.join()
         return seconds

@@ -26,7 +26,13 @@ from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
 from headrace.wings.plan.catalogue import HostFigures
-from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimate, PublicationRequest, publish
+from headrace.wings.plan.publication import (
+    GB,
+    EngineUptake,
+    PublicationEstimate,
+    PublicationRequest,
+    estimate_publication,
+)
 
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2
@@ -68,7 +74,7 @@ class GroupMembers:
 
     def send(self, version: int, *, again: bool = False) -> list[str]:
         """Announce ``version`` in the ranks, or with ``again`` send it again, and stage it in the engines. Return the
-        error of each engine; empty where the version was staged."""
+        error of each engine; empty if the version was staged."""
         request = {"do": "announce", "version": version, "slot": version % 2, "to": self.to, "again": again}
         update = call_all([(rank, request) for rank in self.ranks])[0]["update"]
         stage = {"do": "stage", "update": update}
@@ -91,7 +97,7 @@ def measure_group(
 ) -> tuple[list[Row], list[Target]]:
     """Send ``rounds`` versions of the weights of ``plan``, called ``name`` in the report, after two versions for which
     memory is allocated, and return the rows and the targets. ``directory`` is an empty directory for files of the
-    processes."""
+    processes. ``on_progress`` is called with lines of progress."""
     path = directory / "plan.json"
     path.write_bytes(msgspec.json.encode(plan))
     rows: list[Row] = []
@@ -137,7 +143,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
     """Send one version over the transport, from its announcement until both engines have staged it, and then the same
     number of bare bytes. Return the seconds of both, and the seconds for which a rank is blocked by its copy. With
     ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and
-    after the version."""
+    after the version. ``members`` are the processes, and ``raw`` is the request to send bare bytes."""
     clock = RealClock()
     exposed_s = max(members.copy_weights(version))
     hosts = [_measure_host(members, raw)] if predicts else []
@@ -161,7 +167,8 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
 
 def _measure_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
     """Return the rates of this machine on which the time of a version between its processes depends: of hashing, while
-    both engines hash at once, and of one connection, while all connections are busy."""
+    both engines hash at once, and of one connection, while all connections are busy. ``members`` are the processes, and
+    ``raw`` is the request to send bare bytes."""
     hashed = call_all([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
     host = HostFigures(
         cores=num_cores(),
@@ -191,4 +198,4 @@ def _predict(host: HostFigures, num_bytes: int) -> PublicationEstimate:
         uptake=EngineUptake.POINTERS,
         on_accelerator=False,
     )
-    return publish(request, host)
+    return estimate_publication(request, host)

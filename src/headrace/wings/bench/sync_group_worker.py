@@ -33,7 +33,7 @@ from headrace.sync.pieces import Box
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher, make_receiver
-from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, tensors_of
+from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, make_tensors
 
 NUM_RANKS = 2
 
@@ -54,11 +54,16 @@ class HalfLearnerRank:
         self._clock, self._rank = RealClock(), rank
         dtype: torch.dtype = torch.__dict__[plan.dtype]
         self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
+        """All tensors without values, of which this rank has one half."""
         self._boxes_by_rank = [_halves(self._shapes, each) for each in range(NUM_RANKS)]
+        """For each rank, the rows of each tensor that belong to this rank, by name."""
         shapes = {name: box.shape for name, box in self._boxes_by_rank[rank].items()}
-        self._weights = tensors_of(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
+        self._weights = make_tensors(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
+        """The half of each tensor that belongs to this rank, by name."""
         self._publisher: Publisher | None = None
+        """The sending side of the transport; None until a request opens it."""
         self._raw = _RawGroups(rank)
+        """The process groups for bare bytes, with which the transport is compared."""
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request and return the answer to it. The kinds are: ``open`` a publisher, ``take`` a copy of the
@@ -139,10 +144,14 @@ class GroupEngine:
     def __init__(self, plan: SyncPlan, index: int) -> None:
         """Create the tensors of ``plan``; ``index`` is the number of this engine."""
         self._plan, self._clock = plan, RealClock()
-        self._weights: Mapping[str, Tensor] = tensors_of(plan)
+        self._weights: Mapping[str, Tensor] = make_tensors(plan)
+        """The tensors of the version in use, by name."""
         self._receiver: Receiver | None = None
+        """The receiving side of the transport; None until a request opens it."""
         self._raw = _RawGroups(NUM_RANKS + index)
+        """The process groups for bare bytes, with which the transport is compared."""
         self._member = 1 + index
+        """The number of this engine in the process groups, after rank 0."""
 
     def handle(self, request: dict[str, Any]) -> dict[str, Any]:
         """Execute a request and return the answer to it. The kinds are: ``open`` a receiver and return its address,
@@ -207,6 +216,7 @@ class _RawGroups:
         """Start without groups. ``member`` is the number of this process among all: ranks first, then engines."""
         self._member = member
         self._groups: dict[tuple[int, int], tuple[ProcessGroup, memoryview]] = {}
+        """The group and the buffer for each pair of a rank and a number of bytes."""
 
     def move(self, request: dict[str, Any], sender: int) -> None:
         """Send or receive the request's number of bytes in the group of the rank ``sender``. The first request with

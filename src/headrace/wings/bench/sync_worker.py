@@ -40,7 +40,7 @@ class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the weights' type in torch, such as ``bfloat16``."""
 
 
-def tensors_of(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
+def make_tensors(plan: SyncPlan, *, seed: int | None = None) -> dict[str, Tensor]:
     """Return the tensors of ``plan`` by name. They contain zeros, or with ``seed`` normal random numbers with a
     standard deviation of 0.02."""
     rng = torch.Generator().manual_seed(seed or 0)
@@ -58,8 +58,10 @@ class ChangingLearner:
         """Create the weights of the plan in the JSON file ``path``, with random values."""
         self._clock = RealClock()
         plan = msgspec.json.decode(Path(path).read_bytes(), type=SyncPlan)
-        self._weights = tensors_of(plan, seed=1)
+        self._weights = make_tensors(plan, seed=1)
+        """The weights, by name."""
         self._rng = torch.Generator().manual_seed(2)
+        """Draws which weights change."""
         self._publisher: Publisher | None = None
         self._group: ProcessGroup | None = None
 
@@ -133,15 +135,16 @@ class ChangingLearner:
         return self._clock.now() - start_s
 
 
-def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bool) -> None:
-    """Execute one side of a broadcast of all tensors. ``how`` is ``each`` (tensor by tensor), ``buckets`` (packed into
-    a buffer that is sent in buckets), or ``one`` (a buffer of the same size as a single tensor). The sending side sets
-    ``packs``, so that it packs its tensors; the receiving side does not unpack the received bytes."""
+def broadcast(group: ProcessGroup, tensors: list[Tensor], manner: str, *, packs: bool) -> None:
+    """Execute one side of a broadcast of all ``tensors`` in ``group``. ``manner`` is ``each`` (tensor by tensor),
+    ``buckets`` (packed into a buffer that is sent in buckets), or ``one`` (a buffer of the same size as a single
+    tensor). The sending side sets ``packs``, so that it packs its tensors; the receiving side does not unpack the
+    received bytes."""
     flat = _block(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
-    if how == "each":
+    if manner == "each":
         for tensor in tensors:
             group.broadcast_one(tensor)
-    elif how == "one":
+    elif manner == "one":
         group.broadcast_one(torch.frombuffer(flat, dtype=torch.uint8))
     else:
         if packs:

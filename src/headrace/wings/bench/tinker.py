@@ -68,8 +68,8 @@ QUICK_SIZES = TinkerSizes(
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
     """Run all measurements and return their report; with ``quick`` everything is small and the figures mean nothing.
-    ``on_progress`` is called with lines of progress. Raises :class:`~headrace.base.errors.ConfigError` where the client
-    is not installed."""
+    ``on_progress`` is called with lines of progress. Raises :class:`~headrace.base.errors.ConfigError` if the client is
+    not installed."""
     sizes, rows, targets = QUICK_SIZES if quick else FULL_SIZES, list[Row](), list[Target]()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         for name, spec in sizes.models:
@@ -147,35 +147,35 @@ def _datum(length: int, seed: int) -> Any:
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs)
 
 
-def _sample(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
-    """Sample ``each`` sequences of ``new_tokens`` tokens from every sampling client at once; return the tokens per
+def _sample(samplers: Sequence[Any], num_each: int, new_tokens: int) -> float:
+    """Sample ``num_each`` sequences of ``new_tokens`` tokens from every sampling client at once; return the tokens per
     second of all clients together."""
     from tinker import types
 
     params = types.SamplingParams(max_tokens=new_tokens, stop=[], seed=1)
     prompt, began_s = types.ModelInput.from_ints(_prompt(8)), CLOCK.now()
-    futures = [one.sample(prompt=prompt, num_samples=each, sampling_params=params) for one in samplers]
+    futures = [one.sample(prompt=prompt, num_samples=num_each, sampling_params=params) for one in samplers]
     count = sum(len(sequence.tokens) for future in futures for sequence in future.result().sequences)
     return count / (CLOCK.now() - began_s)
 
 
-def _train(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
-    """Send ``each`` requests ``forward_backward``, of four sequences of ``length`` tokens, for every model at once, and
-    then make an optimizer step with each model. Return the trained tokens per second, and the seconds until each model
-    had all its results."""
+def _train(models: Sequence[Any], num_each: int, length: int = 128) -> tuple[float, list[float]]:
+    """Send ``num_each`` requests ``forward_backward``, of four sequences of ``length`` tokens, for every model at once,
+    and then make an optimizer step with each model. Return the trained tokens per second, and the seconds until each
+    model had all its results."""
     data = [_datum(length, place) for place in range(4)]
     began_s = CLOCK.now()
 
     def wait(futures: Sequence[Any]) -> float:
-        """Wait for all results of one model; return the seconds since the first request was sent."""
+        """Wait for ``futures``, all results of one model; return the seconds since the first request was sent."""
         for future in futures:
             future.result()
         return CLOCK.now() - began_s
 
     with ThreadPoolExecutor(len(models)) as pool:
-        futures = [[model.forward_backward(data, "cross_entropy") for _ in range(each)] for model in models]
+        futures = [[model.forward_backward(data, "cross_entropy") for _ in range(num_each)] for model in models]
         ended_s = list(pool.map(wait, futures))
-    rate = len(models) * each * 4 * length / max(ended_s)
+    rate = len(models) * num_each * 4 * length / max(ended_s)
     for model in models:
         model.optim_step(_adam()).result()
     return rate, ended_s
@@ -220,7 +220,7 @@ class _TinkerBench:
         return models
 
     def _measure_trips(self, model: Any) -> None:
-        """Measure the time between a small request and its result, for training and for sampling; add rows in
+        """Measure the time between a small request and its result, for training ``model`` and for sampling; add rows in
         milliseconds, and targets."""
         self._tell(f"{self._name}: round trips")
         data, sampler = [_datum(64, 0)], model.save_weights_and_get_sampling_client().result()

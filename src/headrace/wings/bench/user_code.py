@@ -6,13 +6,14 @@ from typing import Any
 
 
 async def rollout(task: dict[str, Any], policy: Any) -> None:
-    """Sample one answer to the demo's question, without a reward, which the reward function computes. Runs whose
-    environment is executed in a worker process use this rollout function."""
+    """Sample one answer of ``policy`` to the question of ``task``, without a reward, which the reward function
+    computes. Runs whose environment is executed in a worker process use this rollout function."""
     await policy.sample(policy.prompt_ids)
 
 
 async def partial_credit(completion: str, answer: int) -> float:
-    """Return, after 0.03 s, the fraction of the sum's digits that are correct and at their positions, for the demo.
+    """Return, after 0.03 s, the fraction of the digits of the sum ``answer`` that ``completion`` has at their
+    positions.
 
     Answers of any length can have different rewards, so that groups have a learning signal.
     """
@@ -21,18 +22,20 @@ async def partial_credit(completion: str, answer: int) -> float:
 
 
 def small_digits(completion: str) -> float:
-    """Return the fraction of characters that are digits below 5, at once, like a fast verifier."""
+    """Return the fraction of the characters of ``completion`` that are digits below 5, at once, like a fast
+    verifier."""
     return sum(character in "01234" for character in completion) / max(1, len(completion))
 
 
 async def process(completion: str) -> float:
-    """Return the result of :func:`small_digits` after 0.2 s, the time of a small process reward model."""
+    """Return the result of :func:`small_digits` for ``completion`` after 0.2 s, the time of a small process reward
+    model."""
     await asyncio.sleep(0.2)
     return small_digits(completion)
 
 
 def odd(completion: str) -> float:
-    """Return the fraction of characters with odd codes, which differs from answer to answer."""
+    """Return the fraction of the characters of ``completion`` with odd codes, which differs from answer to answer."""
     return sum(ord(character) % 2 for character in completion) / max(1, len(completion))
 
 
@@ -43,8 +46,8 @@ async def slow_odd(completion: str, prompt: str) -> float:
 
 
 async def slow_sum(completion: str, prompt: str, answer: int) -> float:
-    """Return the demo's reward, 1 for the correct sum (three digits, the least significant first) and else 0, after 50
-    to 500 ms."""
+    """Return the demo's reward, 1 if ``completion`` is the sum ``answer`` (three digits, the least significant first)
+    and else 0, after 50 to 500 ms, a delay that depends on ``completion`` and ``prompt``."""
     await _wait(completion, prompt)
     written = completion[::-1]
     return float(len(written) == 3 and written.isascii() and written.isdigit() and int(written) == answer)

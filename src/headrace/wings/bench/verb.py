@@ -66,8 +66,8 @@ def bench(
 
 
 def _run(name: str, options: Mapping[str, object], *, as_json: bool) -> None:
-    """Run the benchmark ``name`` with its options, print its report, and exit with status 1 if a target does not
-    hold."""
+    """Run the benchmark ``name`` with its options, print its report, and exit with status 1 if a target does not hold.
+    With ``as_json``, the report is printed as one JSON object."""
     starting(f"loading what the benchmark {name} needs")
     from headrace.wings.bench import run_benchmark
     from headrace.wings.bench.base import format_report

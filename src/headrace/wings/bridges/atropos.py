@@ -110,11 +110,13 @@ class Answers:
     def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
         """Create an empty store for at most ``most_tokens`` tokens in total, prompts included. ``token`` is the API key
         that environments must send."""
-        self._most = most_tokens
+        self._max_tokens = most_tokens
         self.token = token
         """The API key that environments must send."""
         self._size = 0
+        """Number of stored tokens, prompts included."""
         self._answers_by_prompt: OrderedDict[bytes, list[Tokens]] = OrderedDict()
+        """The answers to each prompt, whose token ids as bytes are the key; the oldest prompt first."""
         self.num_marked = 0
         """Number of tokens that environments have marked for training."""
         self.num_unknown = 0
@@ -128,7 +130,7 @@ class Answers:
         key = np.asarray(prompt_ids_T, np.int32).tobytes()
         self._answers_by_prompt.setdefault(key, []).append(answer)
         self._size += len(prompt_ids_T) + len(answer)
-        while self._size > self._most and len(self._answers_by_prompt) > 1:
+        while self._size > self._max_tokens and len(self._answers_by_prompt) > 1:
             old_prompt, forgotten = self._answers_by_prompt.popitem(last=False)
             self._size -= sum(
                 len(old_prompt) // 4 + len(tokens) for tokens in forgotten
@@ -199,7 +201,7 @@ async def registered(
 ) -> AsyncIterator[Queue]:
     """Register this trainer with Atropos' API server at ``url``, and yield the queue of the server's batches for the
     body of ``async with``. ``answers`` is the store of the policy's answers that :func:`serving` yields; ``timeout_s``
-    is the longest wait for a batch, in seconds."""
+    is the longest wait for a batch, in seconds. ``registration`` has the fields of the registration."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
         queue = Queue(client, answers, timeout_s)
         await queue.ask("POST", "/register", msgspec.to_builtins(registration))
@@ -229,7 +231,8 @@ class Queue:
                 yield [group for group in groups if group.sequences]
 
     async def ask(self, method: str, path: str, tree: Any = None) -> Any:
-        """Send one request with the JSON body ``tree`` (``None``: no body), and return the server's JSON answer.
+        """Send one request with the HTTP ``method`` to ``path`` with the JSON body ``tree`` (``None``: no body), and
+        return the server's JSON answer.
 
         Raises :class:`~headrace.base.errors.RunError` if the server does not answer.
         """
@@ -292,7 +295,8 @@ class _Recorder:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample with the wrapped engine, yield its chunks, and store the finished answer."""
+        """Sample an answer to ``prompt_ids_T`` with the wrapped engine, yield its chunks, and store the finished
+        answer. ``sampling`` and ``options`` are the settings of the request."""
         sampling = msgspec.structs.replace(sampling, record_kept=sampling.truncated)
         parts: list[Tokens] = []
         async with aclosing(self._engine.generate(prompt_ids_T, sampling, options)) as chunks:  # type: ignore[type-var]
@@ -324,10 +328,10 @@ def read_batch(answer: Any) -> list[_Scored]:
         raise RunError("Atropos' API server answers /batch with no batch", remedy="is it Atropos' API server?")
     if answer.get("status") == "error":
         raise RunError(f"Atropos' API server: {answer.get('message')}", remedy="register again")
-    return [_scored(tree) for tree in answer.get("batch") or ()]
+    return [_decode_group(tree) for tree in answer.get("batch") or ()]
 
 
-def _scored(tree: Any) -> _Scored:
+def _decode_group(tree: Any) -> _Scored:
     """Return the group in ``tree``, a part of the server's JSON answer. Raises
     :class:`~headrace.base.errors.DataError` if fields are missing, or if tokens, masks and scores do not have equal
     lengths."""

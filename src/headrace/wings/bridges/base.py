@@ -44,7 +44,9 @@ class EpisodeRandom:
         """Create the states of both generators after they are seeded with ``seed``."""
         seed %= 2**32
         self._python = random.Random(seed).getstate()
+        """State of Python's generator."""
         self._numpy = np.random.RandomState(seed).get_state()
+        """State of NumPy's generator."""
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -34,7 +34,9 @@ class Game(Env):
         """Create the environment. ``make_game`` returns a new game; :meth:`reset` calls it."""
         self._make = make_game
         self._game: Any = None
+        """The game in progress; ``None`` before the first :meth:`reset`."""
         self._random = EpisodeRandom(0)
+        """State of the global random generators for this episode."""
 
     def reset(self, task: Task) -> str:
         """Start a new game with the number of the dataset row ``task`` as its seed, and return its first observation as

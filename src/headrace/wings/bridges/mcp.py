@@ -59,7 +59,7 @@ def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
 async def _call_tools_until_answer(messages: list[Message], tools: Tools, policy: EpisodePolicy) -> None:
     """Request answers of the model and execute their tool calls, until an answer has no call or the token budget is
     spent. Answers and results are appended to ``messages``. Raises :class:`~headrace.base.errors.BudgetSpent` only if
-    the budget is spent before the first answer."""
+    the budget is spent before the first answer. ``policy`` is the model, and ``tools`` are those that it may call."""
     answered = False
     while True:
         try:
@@ -144,7 +144,7 @@ async def connected(what: str | LineChannel, timeout_s: float = TIMEOUT_S) -> As
 
 
 async def _list_tools(client: Any) -> list[Tool]:
-    """Return the descriptions of a server's tools, from all pages of its list. Raises
+    """Return the descriptions of a server's tools, from all pages of its list, which ``client`` requests. Raises
     :class:`~headrace.base.errors.EpisodeError` if the list does not end."""
     described: list[Tool] = []
     cursor: str | None = None
@@ -189,8 +189,10 @@ class _ChannelForwarder:
         self._channel = channel
         self._from_client = from_client
         self._to_client = to_client
-        self._client_requests: set[str] = set()  # unanswered requests of the client
-        self._server_requests: set[str] = set()  # unanswered requests of the server, which may delay its answers
+        self._client_requests: set[str] = set()
+        """Unanswered requests of the client."""
+        self._server_requests: set[str] = set()
+        """Unanswered requests of the server, which may delay its answers."""
 
     async def run(self) -> None:
         """Forward messages until the client closes its streams or the channel fails. After a failure, the streams are

@@ -45,6 +45,7 @@ class OpenEnvSession(Env):
         """Create the environment. ``make_client`` returns a client of the server that is not connected yet; ``options``
         are ``env.options``, defaults included."""
         self._client = make_client()
+        """The client of the server, connected from :meth:`reset` to :meth:`close`."""
         self._options = options
 
     async def reset(self, task: Task) -> str:
@@ -55,8 +56,8 @@ class OpenEnvSession(Env):
         return self._as_text(first.observation)
 
     async def step(self, message: Message) -> StepResult:
-        """Send the model's answer as an action, and return the server's observation as text, its reward, and whether
-        the episode is done."""
+        """Send the model's answer ``message`` as an action, and return the server's observation as text, its reward,
+        and whether the episode is done."""
         action = {**self._options["with"], self._options["action"]: message.content}
         result = await self._client.step(action)
         return StepResult(

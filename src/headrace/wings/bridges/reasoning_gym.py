@@ -57,7 +57,8 @@ def make(what: str, options: dict[str, Any]) -> BridgedEnvironment:
 
 
 def make_dataset(what: str, options: Mapping[str, Any]) -> Any:
-    """Return the library's dataset of the task ``what``: a sequence of entries with ``question`` and ``answer``."""
+    """Return the library's dataset of the task ``what``: a sequence of entries with ``question`` and ``answer``.
+    ``options`` are the settings of the dataset."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(what, **{"size": NUM_TASKS, "seed": 0, **options})
@@ -74,6 +75,7 @@ class Reasoning(Env):
         self._system = system
         self._read = read
         self._entry: Mapping[str, Any] = {}
+        """The entry with the question of the episode; empty before :meth:`reset`."""
 
     def reset(self, task: Task) -> list[Message]:
         """Return the messages of the question that the number of the dataset row ``task`` selects. Raises
@@ -89,8 +91,8 @@ class Reasoning(Env):
         return [*system, Message(role="user", content=self._entry["question"])]
 
     def step(self, message: Message) -> StepResult:
-        """Return the library's score of the answer, in [0, 1], as the reward, and end the episode. If the scorer raises
-        an exception, the reward is 0."""
+        """Return the library's score of the answer ``message``, in [0, 1], as the reward, and end the episode. If the
+        scorer raises an exception, the reward is 0."""
         try:
             score = float(self._dataset.score_answer(self._read(message.content), self._entry))
         except Exception:  # noqa: BLE001 - foreign code: some scorers raise on an answer that they cannot parse; make() has tried the scorer

@@ -46,6 +46,7 @@ class TextArenaGame:
         """Start the game that ``make_game`` returns, with ``players`` players and ``number`` as its seed."""
         self.players = players
         self._random = EpisodeRandom(number)
+        """State of the global random generators for this episode."""
         with self._random.active():
             self._game = make_game()
             self._game.reset(num_players=players, seed=number)

@@ -39,6 +39,7 @@ class TrlEpisode(Env):
     def __init__(self, factory: Callable[[], Any]) -> None:
         """Create the environment. ``factory`` returns a new object of the user's class."""
         self._environment = factory()
+        """The object of the user's class."""
         methods = inspect.getmembers(type(self._environment), inspect.isfunction)
         names = [name for name, _ in methods if name not in _NOT_TOOLS and not name.startswith("_")]
         self.tools = [getattr(self._environment, name) for name in names]
@@ -54,8 +55,9 @@ class TrlEpisode(Env):
         return [*messages, Message(role="user", content=prompt + str(added))]
 
     def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
-        """End the episode, with the reward of ``get_reward()`` if the object has that method, and otherwise without a
-        reward. The run executes tool calls itself, and calls this method with the first answer without calls."""
+        """End the episode after the answer ``message``, with the reward of ``get_reward()`` if the object has that
+        method, and otherwise without a reward. The run executes tool calls itself, and calls this method with the first
+        answer without calls."""
         get_reward = getattr(self._environment, "get_reward", None)  # gate: getattr - as TRL looks for it
         reward = None if get_reward is None else get_reward()
         return _end_with(reward) if inspect.isawaitable(reward) else StepResult(reward=reward, done=True)

@@ -60,8 +60,11 @@ class Tasks:
     def __init__(self, taskset: Any) -> None:
         """Create the tasks of ``taskset``, the library's collection of tasks, which is iterated once."""
         self._iterator = iter(taskset)
+        """Yields the tasks that were not loaded yet."""
         self._loaded: list[Any] = []
+        """The tasks that were loaded, by number."""
         self._lock = threading.Lock()
+        """Held while a task is looked up or loaded."""
 
     def __getitem__(self, number: int) -> Any:
         """Return task ``number``, counted from 0. Raises :class:`~headrace.base.errors.EpisodeError` if the taskset has
@@ -76,16 +79,16 @@ class Tasks:
         return self._loaded[number]
 
 
-def _reward(ended: Any) -> float:
-    """Return the reward of an ``ended`` episode: the mean reward of its trainable agents, usually one.
+def _reward(episode: Any) -> float:
+    """Return the reward of ``episode``, which has ended: the mean reward of its trainable agents, usually one.
 
     Raises :class:`~headrace.base.errors.EpisodeError` if the episode failed or no agent is trainable.
     """
-    errors = [error for trace in ended.traces for error in trace.errors] + list(ended.errors)
-    if not ended.ok:
+    errors = [error for trace in episode.traces for error in trace.errors] + list(episode.errors)
+    if not episode.ok:
         words = f"{errors[-1].type}: {errors[-1].message}" if errors else "it did not say why"
         raise EpisodeError(f"verifiers: {words}", remedy="fix the taskset, its harness or its runtime")
-    rewards = [float(trace.reward) for trace in ended.traces if trace.agent.trainable]
+    rewards = [float(trace.reward) for trace in episode.traces if trace.agent.trainable]
     if not rewards:
         raise EpisodeError("verifiers: no agent of the episode is trainable", remedy="make one of them trainable")
     return sum(rewards) / len(rewards)

@@ -53,7 +53,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     age_mean: float | None = None
     """Mean age of trained tokens, in versions."""
     age_max: int | None = None
-    """Greatest age of a trained token, in versions."""
+    """Largest age of a trained token, in versions."""
     wasted_frac: float | None = None
     """Fraction of the generated tokens that will never be trained; ``None`` for a resumed run, which may also drop
     tokens that were generated before the resume."""
@@ -74,7 +74,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str = ""
 
 
-def row_of(recipe: str, run_dir: Path) -> RecipeRow:
+def read_recipe_row(recipe: str, run_dir: Path) -> RecipeRow:
     """Return the row of ``recipe``, read from the files of its run in ``run_dir``.
 
     Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` contains no run.
@@ -92,11 +92,11 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
         status=str(figures.get("status", "stopped")),
         cause=str(figures.get("cause", "")),
         resumed=resumed,
-        settings=decided(run.config),
+        settings=select_decided(run.config),
         steps=int(figures.get("steps", 0)),
         seconds=float(figures.get("wall_s") or 0.0),
         reward_last=run.figure("reward_last"),
-        **_reward_gains(run),
+        **_compute_gains(run),
         **{name: run.figure(name) for name in _COPIED_FIGURES},
         age_mean=sum(age * tokens for age, tokens in ages.items()) / sum(ages.values()) if ages else None,
         age_max=max(ages, default=None),
@@ -114,7 +114,7 @@ def row_of(recipe: str, run_dir: Path) -> RecipeRow:
 _COPIED_FIGURES = ("generated_tok_s", "trained_tok_s", "engine_idle_frac", "learner_idle_frac", "exposed_sync_frac")
 
 
-def _reward_gains(run: RunData) -> dict[str, float | None]:
+def _compute_gains(run: RunData) -> dict[str, float | None]:
     """Return five fields of the row of a run: the held-out rewards before and after training, and the gain in total,
     per minute and per million tokens. The last two are ``None`` for a resumed run, because its time and tokens are
     known only for the part after the last resume."""
@@ -136,11 +136,11 @@ def _reward_gains(run: RunData) -> dict[str, float | None]:
     }
 
 
-def decided(config: dict[str, Any]) -> dict[str, str]:
+def select_decided(config: dict[str, Any]) -> dict[str, str]:
     """Return the settings that recipes decide, as text by name. ``config`` contains all settings of a run, defaults
     included; a setting without a value is left out.
 
-    >>> decided({"flow": {"policy": {"kind": "unbounded", "stale": "reject"}, "max_age": 4, "lead": 8}})
+    >>> select_decided({"flow": {"policy": {"kind": "unbounded", "stale": "reject"}, "max_age": 4, "lead": 8}})
     {'policy': 'unbounded, reject', 'max_age': '4', 'lead': '8'}
     """
     flow, sync, algo = (config.get(name) or {} for name in ("flow", "sync", "algo"))

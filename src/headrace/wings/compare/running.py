@@ -18,7 +18,7 @@ from headrace.run.session import RunConfig, load_config, train
 from headrace.run.session.config import RunFile, read_run_tree
 from headrace.run.session.directory import CONFIG_FILE, read_summary
 from headrace.run.session.recipes import left_open, recipe
-from headrace.wings.compare.rows import RecipeRow, decided, row_of
+from headrace.wings.compare.rows import RecipeRow, read_recipe_row, select_decided
 from headrace.wings.recipes.demo import build_demo, lay_out
 
 DEMO_STEPS = 100
@@ -65,47 +65,47 @@ class RecipeComparison:
 def compare(
     config: ComparisonConfig,
     report: Callable[[str], None] = lambda _: None,
-    each: Callable[[RecipeComparison], None] = lambda _: None,
+    on_row: Callable[[RecipeComparison], None] = lambda _: None,
 ) -> RecipeComparison:
     """Run every recipe, or read the results of a recipe that has finished before, and return the comparison. After
-    every recipe, ``each`` is called with the comparison so far; ``report`` is called with lines of progress. If the run
-    of a recipe fails, its row contains the reason, and the next recipe is run. If the user stops a run, the comparison
-    ends.
+    every recipe, ``on_row`` is called with the comparison so far; ``report`` is called with lines of progress. If the
+    run of a recipe fails, its row contains the reason, and the next recipe is run. If the user stops a run, the
+    comparison ends.
 
     Raises :class:`~headrace.base.errors.ConfigError` before the first run starts if a recipe does not fit the run file,
     or if a directory contains a run with other settings.
     """
     names = [recipe(name).name for name in dict.fromkeys(config.recipes)]
     config.directory.mkdir(parents=True, exist_ok=True)
-    tree, base = _shared_settings(config)
-    configs = {name: _recipe_config(config, tree, name) for name in names}
+    tree, base = _read_shared_settings(config)
+    configs = {name: _make_recipe_config(config, tree, name) for name in names}
     for name, run_config in configs.items():
         _refuse_other_run(config.directory / name, run_config)
-    if config.run_file is None and not (_demo_directory(config) / "model" / "config.json").exists():
+    if config.run_file is None and not (_get_demo_directory(config) / "model" / "config.json").exists():
         report("the demo's model is made; the supervised phase takes about 20 s")
-        build_demo(_demo_directory(config), seed=config.seed or 0)
+        build_demo(_get_demo_directory(config), seed=config.seed or 0)
     comparison = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
     with keep_fork_server():  # the runs differ in settings, not in the libraries that their parts import
         for place, name in enumerate(names, start=1):
             row = _run_recipe(name, configs[name], partial(_report_progress, report, f"{place}/{len(names)} {name}"))
             comparison = replace(comparison, rows=(*comparison.rows, row), stopped=row.status == "stopped")
-            each(comparison)
+            on_row(comparison)
             if comparison.stopped:
                 break
     return comparison
 
 
-def _report_progress(report: Callable[[str], None], where: str, words: str) -> None:
-    """Call ``report`` with the line ``words``, preceded by the place ``where`` of its run, such as ``2/5 areal``."""
-    report(f"{where}: {words}")
+def _report_progress(report: Callable[[str], None], label: str, words: str) -> None:
+    """Call ``report`` with the line ``words``, preceded by the ``label`` of its run, such as ``2/5 areal``."""
+    report(f"{label}: {words}")
 
 
-def _demo_directory(config: ComparisonConfig) -> Path:
+def _get_demo_directory(config: ComparisonConfig) -> Path:
     """Return the directory of the demo, which is in the directory of the comparison."""
     return config.directory / "demo"
 
 
-def _shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
+def _read_shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
     """Return (settings that all runs share, name of the base for the table). The settings are those of the run file or
     of the demo, without the settings that recipes decide. Raises :class:`~headrace.base.errors.ConfigError` for an
     override of a setting that the comparison itself sets."""
@@ -118,7 +118,7 @@ def _shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
     if config.run_file is not None:
         tree = left_open(read_run_tree(config.run_file))
         return tree, str(config.run_file) if isinstance(config.run_file, str | Path) else "a run file"
-    run_file = _demo_directory(config) / "demo.toml"
+    run_file = _get_demo_directory(config) / "demo.toml"
     if not run_file.exists():
         lay_out(run_file.parent, seed=config.seed or 0)
     tree = left_open(read_run_tree(run_file))
@@ -126,7 +126,7 @@ def _shared_settings(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
     return tree, "the demo"
 
 
-def _recipe_config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
+def _make_recipe_config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
     """Return the validated settings of the run of the recipe ``name``: the shared settings ``tree``, the settings of
     the recipe, and the directory, steps and seed of the comparison. Raises
     :class:`~headrace.base.errors.ConfigError`, with the name of the recipe, for invalid settings."""
@@ -170,7 +170,7 @@ def _run_recipe(name: str, config: RunConfig, report: Callable[[str], None]) -> 
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":
         report("has finished before")
-        return row_of(name, run_dir)
+        return read_recipe_row(name, run_dir)
     report(f"{config.run.steps} steps")
     try:
         train(config, resume=has_ledger(run_dir))
@@ -179,7 +179,7 @@ def _run_recipe(name: str, config: RunConfig, report: Callable[[str], None]) -> 
             recipe=name,
             status="failed",
             cause=error.problem.partition("\n")[0],
-            settings=decided(config.model_dump(mode="json")),
+            settings=select_decided(config.model_dump(mode="json")),
             run_dir=str(run_dir),
         )
-    return row_of(name, run_dir)
+    return read_recipe_row(name, run_dir)

@@ -57,7 +57,7 @@ def compare(
     from headrace.run.session.recipes import recipes as known
     from headrace.wings.compare.running import ComparisonConfig
     from headrace.wings.compare.running import compare as run
-    from headrace.wings.compare.writing import report_of, write
+    from headrace.wings.compare.writing import make_comparison_report, write
 
     target = directory.resolve() if directory else choose_directory("", RealClock(), prefix="compare-")
     names = recipes or list(known())
@@ -68,32 +68,32 @@ def compare(
     progress.print(f"One after another, in {readable(str(target))}: {', '.join(map(readable, names))}", style="bold")
     again = this_command() if directory else this_command("--dir", str(target))
     with resumable(again):
-        made = run(config, lambda words: progress.print(readable(words)), write)
+        comparison = run(config, lambda words: progress.print(readable(words)), write)
     if as_json:
-        print_json(report_of(made))
+        print_json(make_comparison_report(comparison))
     else:
-        _print_comparison(made, again)
-    if made.stopped or any(row.status == "failed" for row in made.rows):
-        raise typer.Exit(130 if made.stopped else 1)
+        _print_comparison(comparison, again)
+    if comparison.stopped or any(row.status == "failed" for row in comparison.rows):
+        raise typer.Exit(130 if comparison.stopped else 1)
 
 
-def _print_comparison(made: RecipeComparison, again: str) -> None:
-    """Print the table of the comparison, the recipes that have failed, and the paths of its files. If the comparison
+def _print_comparison(comparison: RecipeComparison, again: str) -> None:
+    """Print the table of ``comparison``, the recipes that have failed, and the paths of its files. If the comparison
     was stopped, print also the command ``again``, which continues it."""
-    from headrace.wings.compare.tables import COLUMNS, cells, failures
+    from headrace.wings.compare.tables import COLUMNS, describe_failures, make_cells
 
     out = console()
-    shown = table(f"\nOn {made.base}", *(name.replace(" ", "\n", 1) for name in COLUMNS))
-    for line in cells(made.rows):
+    shown = table(f"\nOn {comparison.base}", *(name.replace(" ", "\n", 1) for name in COLUMNS))
+    for line in make_cells(comparison.rows):
         shown.add_row(*line)
     out.width = max(WIDTH, out.width)
     out.print(shown)
-    for words in failures(made.rows):
+    for words in describe_failures(comparison.rows):
         out.print(readable(words), style="yellow")
-    if made.stopped:
+    if comparison.stopped:
         out.print(format_continuation(again), style="bold")
-    out.print(f"written  {readable(str(made.directory))}/compare.md, compare.json, compare.svg")
-    out.print(f"closer   headrace view {readable(str(made.directory))}")
+    out.print(f"written  {readable(str(comparison.directory))}/compare.md, compare.json, compare.svg")
+    out.print(f"closer   headrace view {readable(str(comparison.directory))}")
 
 
 VERB = Verb(run=compare, group=PLAN, place=20)

@@ -15,27 +15,29 @@ from headrace.run.session.directory import write_json
 from headrace.wings.bench.base import Report, make_report
 from headrace.wings.compare.rows import RecipeRow
 from headrace.wings.compare.running import RecipeComparison
-from headrace.wings.compare.tables import markdown
+from headrace.wings.compare.tables import make_document
 
 
-def report_of(made: RecipeComparison) -> Report:
-    """Return the comparison as a report in the format of benchmarks: its rows as JSON objects, no targets, and a
+def make_comparison_report(comparison: RecipeComparison) -> Report:
+    """Return ``comparison`` as a report in the format of benchmarks: its rows as JSON objects, no targets, and a
     description of this machine."""
-    return make_report([msgspec.to_builtins(row) for row in made.rows], [])
+    return make_report([msgspec.to_builtins(row) for row in comparison.rows], [])
 
 
-def write(made: RecipeComparison) -> None:
-    """Write ``compare.json``, ``compare.md`` and ``compare.svg`` into the directory of a comparison.
+def write(comparison: RecipeComparison) -> None:
+    """Write ``compare.json``, ``compare.md`` and ``compare.svg`` into the directory of ``comparison``.
 
     Raises :class:`~headrace.base.errors.RunError` if a file cannot be written.
     """
     try:
-        write_json(made.directory / "compare.json", report_of(made))
-        (made.directory / "compare.md").write_text(markdown(made.base, made.rows), encoding="utf-8")
-        (made.directory / "compare.svg").write_bytes(compare_svg(made.rows))
+        write_json(comparison.directory / "compare.json", make_comparison_report(comparison))
+        (comparison.directory / "compare.md").write_text(
+            make_document(comparison.base, comparison.rows), encoding="utf-8"
+        )
+        (comparison.directory / "compare.svg").write_bytes(draw_comparison(comparison.rows))
     except OSError as error:
         remedy = "make room on that disk; the runs themselves are not affected, and the same command continues"
-        raise RunError(f"{made.directory} cannot be written: {error.strerror}", remedy=remedy) from None
+        raise RunError(f"{comparison.directory} cannot be written: {error.strerror}", remedy=remedy) from None
 
 
 WIDTH, HEAD, ROW, NAMES, GAP = 1120, 74, 30, 150, 26
@@ -58,7 +60,7 @@ PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
 """Title, relative width and series of each panel; a series is a label, a function of the row, and a colour."""
 
 
-def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
+def draw_comparison(rows: Sequence[RecipeRow]) -> bytes:
     """Return the bar chart of the comparison as an SVG file: a line of bars in each of four panels for every row whose
     run has not failed."""
     shown = [row for row in rows if row.status != "failed"]
@@ -78,14 +80,14 @@ def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
 
 def _draw_bars(
     drawing: Drawing,
-    place: tuple[float, float],
+    extent: tuple[float, float],
     rows: Sequence[RecipeRow],
     series: Sequence[tuple[str, Values, str]],
 ) -> None:
     """Draw the bars of one panel: for each row, one bar for each of ``series`` (label, function of the row, colour).
-    ``place`` is (left edge, width) of the panel in pixels. The panel's scale ends slightly above the largest value."""
+    ``extent`` is (left edge, width) of the panel in pixels. The panel's scale ends slightly above the largest value."""
     largest = max((values(row) or 0.0 for row in rows for _, values, _ in series), default=0.0)
-    panel = Panel(drawing, (place[0], HEAD, place[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
+    panel = Panel(drawing, (extent[0], HEAD, extent[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
     height = 20 / len(series)
     for line, row in enumerate(rows):
         for below, (_, values, color) in enumerate(series):

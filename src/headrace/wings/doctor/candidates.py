@@ -143,7 +143,7 @@ class Expected:
         return ServedCandidate(words=words, fault=fault, remedy=remedy, **{**own, **changes})
 
 
-def expectation(
+def make_expectation(
     directory: Path, adapter: Path | None, precision: Precision | Literal["auto"], others: Sequence[Path]
 ) -> Expected:
     """Return the expected weights of a server of the model in ``directory``, with the adapter in the directory
@@ -154,20 +154,20 @@ def expectation(
     if adapter is None and (directory / CONFIG_FILE).is_file():
         adapter = directory
         base = Path(json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    chosen = precision if precision != "auto" else _stored_precision(str(base))
+    chosen = precision if precision != "auto" else _read_stored_precision(str(base))
     return Expected(
         path=str(base), adapter=None if adapter is None else str(adapter), precision=chosen, others=tuple(others)
     )  # fmt: skip
 
 
-def _stored_precision(path: str) -> Precision:
+def _read_stored_precision(path: str) -> Precision:
     """Return the precision in the ``config.json`` of the model in ``path``; float32 if the file contains none."""
     stored = str(getattr(read_config(path), "dtype", None) or "float32").removeprefix("torch.")
     half: dict[str, Precision] = {"bfloat16": "bfloat16", "float16": "float16"}
     return half.get(stored, "float32")
 
 
-def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
+def list_alternatives(expected: Expected) -> Iterator[ServedCandidate]:
     """Yield the candidates that differ from the expected weights, likely candidates first: without the adapter, other
     directories, other precisions, other rotary embeddings."""
     if expected.adapter is not None:
@@ -175,17 +175,17 @@ def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
             "the base model without the adapter", Fault.ADAPTER_NOT_APPLIED,
             "load the adapter, and send its name as the model", adapter=None,
         )  # fmt: skip
-    yield from _other_directories(expected)
+    yield from _list_other_directories(expected)
     for precision in ("bfloat16", "float16", "float32"):
         if precision != expected.precision:
             yield expected.candidate(
                 f"the same weights in {precision}, not {expected.precision}", Fault.PRECISION,
                 f"start the server in {expected.precision} (--dtype), or know the rounding", precision=precision,
             )  # fmt: skip
-    yield from _other_ropes(expected)
+    yield from _list_other_ropes(expected)
 
 
-def _other_directories(expected: Expected) -> Iterator[ServedCandidate]:
+def _list_other_directories(expected: Expected) -> Iterator[ServedCandidate]:
     """Yield candidates with other weights: first the directories that the user has named, then the directories in the
     parent of the expected directory, such as other snapshots of its run."""
     own = Path(expected.adapter or expected.path).resolve()
@@ -226,9 +226,9 @@ def _has_weights(directory: Path) -> bool:
     return (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
 
 
-def _other_ropes(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield candidates with the same weights and other parameters of the rotary embedding, if the model has the same
-    rotary embedding in all layers."""
+def _list_other_ropes(expected: Expected) -> Iterator[ServedCandidate]:
+    """Yield candidates with the same weights and other parameters of the rotary embedding, if the model of ``expected``
+    has the same rotary embedding in all layers."""
     try:
         found = list(rope_types(read_config(expected.path)))
     except HeadraceError:
@@ -249,10 +249,12 @@ def _other_ropes(expected: Expected) -> Iterator[ServedCandidate]:
         )  # fmt: skip
 
 
-def entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None) -> Any:
-    """Return the logprob of each entry (float64, shape [E]) under ``logits``, a tensor ``[T, V]`` for each sequence.
-    The logits are first multiplied by ``scale`` (1 / temperature). Only the first ``size`` ids of the vocabulary have a
-    probability (``None``: all ids); the logprob of other ids is minus infinity."""
+def compute_entry_logprobs(
+    logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None
+) -> Any:
+    """Return the logprob of each of ``entries`` (float64, shape [E]) under ``logits``, a tensor ``[T, V]`` for each
+    sequence. The logits are first multiplied by ``scale`` (1 / temperature). Only the first ``size`` ids of the
+    vocabulary have a probability (``None``: all ids); the logprob of other ids is minus infinity."""
     found_E = np.full(len(entries), -np.inf)
     for number, each in enumerate(logits):
         own_entries = np.flatnonzero(entries.sequence_E == number)

@@ -37,7 +37,8 @@ def examine_directory(directory: Path) -> DoctorReport:
 
 
 def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
-    """Add a finding to ``report``: whether the model's embedding has a row for every token id of the tokenizer."""
+    """Add a finding to ``report``: whether the embedding of the model with the configuration ``config`` has a row for
+    every token id of ``tokenizer``."""
     rows, ids = int(config.vocab_size), tokenizer.get_vocab().values()
     highest = max(ids)
     if highest >= rows:
@@ -54,8 +55,8 @@ def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None
 
 
 def _check_stop_tokens(report: DoctorReport, path: str, config: Any, tokenizer: Any) -> None:
-    """Add a finding to ``report``: which tokens end an answer, and whether the tokenizer's end-of-sequence token is
-    among them."""
+    """Add a finding to ``report``: which tokens end an answer of the model in ``path`` with the configuration
+    ``config``, and whether the end-of-sequence token of ``tokenizer`` is among them."""
     try:
         ends = stop_ids(path, tokenizer.eos_token_id)
     except ModelError as error:

@@ -56,7 +56,7 @@ class MachinePlaces:
 
 def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> DoctorReport:
     """Check this machine, and return the findings on its processors, memory, GPUs, compiler, packages and limits.
-    ``places`` are the folders to read; ``None``: the system's."""
+    ``places`` are the folders to read; ``None``: the system's. ``clock`` gives the time."""
     places = places or MachinePlaces()
     report = DoctorReport(subject="this machine")
     _check_processors(report, places)
@@ -73,7 +73,7 @@ def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> Doctor
 def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
     """Add a finding to ``report``: the number of cores that a process may use, and whether its control group (cgroup)
     allows the time of that many cores."""
-    allowed, quota = num_cores(), _cpu_quota(places)
+    allowed, quota = num_cores(), _read_cpu_quota(places)
     total = os.cpu_count() or allowed
     detail = f"{allowed} of {total} cores may be used"
     if quota is not None and quota < allowed:
@@ -89,7 +89,7 @@ def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
         report.add("processors", Grade.OK, detail)
 
 
-def _cpu_quota(places: MachinePlaces) -> float | None:
+def _read_cpu_quota(places: MachinePlaces) -> float | None:
     """Return the number of cores whose time the control group (cgroup) allows to the process, which may be a fraction;
     ``None``: no limit."""
     quota, _, period = places.read("sys/fs/cgroup/cpu.max").partition(" ")
@@ -137,7 +137,7 @@ def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
 
 def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
     """Add findings to ``report``: the number of GPUs in the driver, the number that a program may use, and whether
-    torch can use them."""
+    torch can use them. ``places`` are the folders to read."""
     try:
         present = len(list((places.root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
@@ -194,8 +194,8 @@ def _check_versions(report: DoctorReport) -> None:
     requirements = [Requirement(text) for text in metadata.requires("headrace") or ()]
     extras: dict[str, bool] = {}
     for each in requirements:
-        extra = _extra_of(each)
-        problem = _why_unmet(each)
+        extra = _find_extra(each)
+        problem = _explain_unmet(each)
         if extra:  # an extra is installed if all its packages are
             extras[extra] = extras.get(extra, True) and not problem
         elif problem and (each.marker is None or each.marker.evaluate()):
@@ -207,7 +207,7 @@ def _check_versions(report: DoctorReport) -> None:
     report.add("extras", Grade.OK, f"installed: {', '.join(installed) or 'none'}; not: {', '.join(absent) or 'none'}")
 
 
-def _extra_of(requirement: Requirement) -> str:
+def _find_extra(requirement: Requirement) -> str:
     """Return the extra of the package ``headrace`` to which a requirement belongs, such as ``gem``; empty for a
     requirement without an extra."""
     marker = str(requirement.marker or "")
@@ -215,7 +215,7 @@ def _extra_of(requirement: Requirement) -> str:
     return rest.partition('"')[0] if found else ""
 
 
-def _why_unmet(requirement: Requirement) -> str:
+def _explain_unmet(requirement: Requirement) -> str:
     """Return in words why the installed packages do not meet a requirement; empty if they meet it."""
     try:
         version = metadata.version(requirement.name)

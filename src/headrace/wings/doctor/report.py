@@ -71,7 +71,8 @@ class DoctorReport(msgspec.Struct, kw_only=True):
         return [each.fault for each in self.findings if each.fault is not None]
 
     def add(self, name: str, level: Grade, detail: str, remedy: str = "", fault: Fault | None = None) -> None:
-        """Append a finding with these fields."""
+        """Append a finding with the fields ``name``, ``level``, ``detail``, ``remedy`` and ``fault``; see
+        :class:`DoctorFinding`."""
         self.findings.append(DoctorFinding(name=name, level=level, detail=detail, remedy=remedy, fault=fault))
 
     def __str__(self) -> str:

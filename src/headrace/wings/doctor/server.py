@@ -51,6 +51,7 @@ class ServerProbe:
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=base, headers=headers, timeout=DEADLINE_S, transport=transport)
+        """The HTTP client of the server."""
         self.url = base
         self.model = model
 
@@ -68,7 +69,7 @@ class ServerProbe:
         answer = self._request("GET", "/v1/models")
         names = [str(each["id"]) for each in answer.get("data", []) if isinstance(each, dict) and "id" in each]
         if not names:
-            raise ServerSilent(f"{self.url}/v1/models names no model", remedy="is this a server of OpenAI's protocol?")
+            raise ServerSilent(f"{self.url}/v1/models lists no model", remedy="is this a server of OpenAI's protocol?")
         if self.model and self.model not in names:
             raise ConfigError(
                 f"--served {self.model} is not served: {', '.join(map(visible, names[:20]))}",
@@ -162,8 +163,9 @@ class ServerProbe:
             ) from None
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request, and return the JSON object in the server's answer. Raises :class:`ServerSilent` if the answer
-        contains none, and httpx's ``HTTPStatusError`` for a refused POST."""
+        """Send a request with the HTTP ``method`` to ``path``, with the JSON ``body`` (``None``: no body), and return
+        the JSON object in the server's answer. Raises :class:`ServerSilent` if the answer contains none, and httpx's
+        ``HTTPStatusError`` for a refused POST."""
         try:
             answer = self._http.request(method, path, json=body)
             if method == "POST" or answer.status_code < 400:

@@ -37,12 +37,12 @@ def doctor(
     starting(f"examining {target or 'this machine'}")
     if is_url:
         from headrace.models.hub import local_directory
-        from headrace.wings.doctor.candidates import expectation
+        from headrace.wings.doctor.candidates import make_expectation
         from headrace.wings.doctor.diagnosis import examine_server
         from headrace.wings.doctor.server import ServerProbe
 
         precision = cast("Literal['auto', 'float32', 'bfloat16']", dtype)
-        expected = expectation(Path(local_directory(model, "--model")), adapter, precision, also)
+        expected = make_expectation(Path(local_directory(model, "--model")), adapter, precision, also)
         with ServerProbe(target, token=token, model=served) as probe:
             report = examine_server(probe, expected)
     elif target:

@@ -66,13 +66,13 @@ class RunRecording:
         return value if isinstance(value, int) else default
 
 
-def calibrated(*run_dirs: Path) -> Measured:
+def calibrate_from(*run_dirs: Path) -> Measured:
     """Return the costs of engine, learner and sync that are fitted to the runs in the directories ``run_dirs``; see
     :func:`calibrate`."""
-    return calibrate([recording(each) for each in run_dirs])
+    return calibrate([read_recording(each) for each in run_dirs])
 
 
-def recording(run_dir: Path) -> RunRecording:
+def read_recording(run_dir: Path) -> RunRecording:
     """Return the data of the run in the directory ``run_dir``; raise :class:`~headrace.base.errors.DataError` if the
     directory contains no run."""
     run = load_run(run_dir)
@@ -183,10 +183,10 @@ def _fit_line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
 
 
 def _fit_training(runs: Sequence[RunRecording]) -> tuple[float, float]:
-    """Return the fixed seconds of a training step, and the number of tokens trained per second without the fixed time.
-    They are fitted as a line to (tokens, seconds) of the steps; if the batches hardly differ in size, the fixed time is
-    0. The time of a step is the time between two records without the wait for its batch and the copy of its weights,
-    and thus includes time lost to other processes of the machine."""
+    """Return the fixed seconds of a training step, and the number of tokens trained per second without the fixed time,
+    as ``runs`` have measured them. They are fitted as a line to (tokens, seconds) of the steps; if the batches hardly
+    differ in size, the fixed time is 0. The time of a step is the time between two records without the wait for its
+    batch and the copy of its weights, and thus includes time lost to other processes of the machine."""
     pairs = [pair for run in runs for pair in pairwise(run.steps[SKIPPED - 1 :])]
     tokens = np.array([step.metrics.get("tokens") or step.trained_tokens for _, step in pairs], np.float64)
     unblocked_s = [step.clock_s - before.clock_s - step.wait_s - before.exposed_sync_s for before, step in pairs]

@@ -78,7 +78,7 @@ def read_rates(path: Path) -> CardRates:
     return found.rates
 
 
-def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
+def apply_rates(rates: CardRates, cluster: Cluster) -> Cluster:
     """Return a copy of ``cluster`` with the measured rates in place of the catalogue's figures. Measured fractions are
     limited to 1.
 

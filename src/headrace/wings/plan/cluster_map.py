@@ -23,13 +23,13 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.engine_fit import refuse_uneven_heads
 from headrace.run.session.own_engines import resolve_frozen_agents, resolve_teacher_model
 from headrace.wings.plan.cluster import Cluster
-from headrace.wings.plan.parts import MappedPart, engine_part_bytes
+from headrace.wings.plan.parts import MappedPart, compute_engine_bytes
 from headrace.wings.plan.placement import MachineResources, PartDemand, PartPlace, place
-from headrace.wings.plan.planning import asked_of, longest_sequence
+from headrace.wings.plan.planning import longest_sequence, make_sizing_request
 from headrace.wings.plan.publication import PublicationEstimate
-from headrace.wings.plan.sizing import GB, learner_sizes, lever_words, usable_bytes
+from headrace.wings.plan.sizing import GB, describe_levers, learner_sizes, usable_bytes
 from headrace.wings.plan.system import PlanContext
-from headrace.wings.plan.words import time_words
+from headrace.wings.plan.words import format_time
 
 if TYPE_CHECKING:
     from headrace.run.session.config import RunConfig
@@ -98,11 +98,11 @@ class ClusterMap:
         for row in rows:
             yield "  " + "  ".join([*(f"{row[n]:{widths[n]}}" for n in range(3)), row[3]]).rstrip()
         phases = "" if self.publication is None else (
-            f" ({', '.join(f'{each.name} {time_words(each.seconds)}' for each in self.publication.phases)})"
+            f" ({', '.join(f'{each.name} {format_time(each.seconds)}' for each in self.publication.phases)})"
         )  # fmt: skip
         yield (
-            f"  An update takes {time_words(self.update_s)} for {self.batch_tokens:,.0f} tokens; a publication by "
-            f"{self.transport} {time_words(self.publication_s)}{phases}."
+            f"  An update takes {format_time(self.update_s)} for {self.batch_tokens:,.0f} tokens; a publication by "
+            f"{self.transport} {format_time(self.publication_s)}{phases}."
         )
         yield from (f"  {sentence}" for sentence in self.misfits)
 
@@ -123,14 +123,14 @@ def _number_ranges(numbers: Sequence[int]) -> str:
     return ",".join(map(str, numbers))
 
 
-def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
+def make_cluster_map(config: RunConfig, site: PlanContext) -> ClusterMap:
     """Return the map of the run with the settings ``config`` on the cluster of ``site``. Raises
     :class:`~headrace.base.errors.ConfigError` if the run needs more accelerators than the cluster has, or if a part
     fits on no machine."""
     cluster, request = site.cluster, site.request
     refuse_misplaced(config, cluster)
     demands = _part_demands(config)
-    places = _places(config, cluster, demands)
+    places = _choose_places(config, cluster, demands)
     longest, models = longest_sequence(request), _engine_models(config)
     bytes_of_rank, parts = learner_sizes(request, longest).footprint().by_use(), []
     for demand in demands:
@@ -139,11 +139,11 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
         if model is not None:
             needed_bytes = {}
             with suppress(ConfigError):  # the sizes of a teacher's or an agent's model may not be known
-                engine_request = asked_of(config.model_copy(update={"model": model}))
-                needed_bytes = engine_part_bytes(engine_request, longest, trained=model is config.model)
+                engine_request = make_sizing_request(config.model_copy(update={"model": model}))
+                needed_bytes = compute_engine_bytes(engine_request, longest, trained=model is config.model)
         parts.append(
             MappedPart(
-                name=demand.name, where=f"machine {placed.machine}", num_devices=max(1, demand.gpus),
+                name=demand.name, devices=f"machine {placed.machine}", num_devices=max(1, demand.gpus),
                 bytes_by_use=needed_bytes, machine=placed.machine, gpus=placed.gpus, cpus=demand.cpus,
                 rank=None if model else _rank_of_process(demand.name),
             )
@@ -152,7 +152,8 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
 
 
 def _build_map(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, ...]) -> ClusterMap:
-    """Return the map of ``parts``, with the predicted seconds of an update and of a publication."""
+    """Return the map of ``parts`` of the run with the settings ``config`` on the cluster of ``site``, with the
+    predicted seconds of an update and of a publication."""
     ranks = [part.machine or 0 for part in parts if part.rank is not None]
     engines = [part.machine or 0 for part in parts if part.name in engine_names(config.engine.count)]
     transport, width = config.sync.transport, config.engine.width
@@ -166,7 +167,7 @@ def _build_map(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, ..
         batch_tokens=tokens,
         publication_s=cost.snapshot_s + cost.travel_s + cost.gap_s,
         publication=None if site.measured else site.publication(transport, (engines, ranks), width),
-        misfits=tuple(_misfits(site, parts)),
+        misfits=tuple(_describe_misfits(site, parts)),
     )
 
 
@@ -193,9 +194,9 @@ def _engine_models(config: RunConfig) -> dict[str, ModelConfig]:
 
 
 def _part_demands(config: RunConfig) -> list[PartDemand]:
-    """Return the numbers of accelerators and cores that each part requests, in the order in which the cluster receives
-    the requests. A part whose setting is ``gpus = 0`` still gets the accelerators on which it computes in the plan. In
-    a run on one machine no cores are requested."""
+    """Return the numbers of accelerators and cores that each part of a run with the settings ``config`` requests, in
+    the order in which the cluster receives the requests. A part whose setting is ``gpus = 0`` still gets the
+    accelerators on which it computes in the plan. In a run on one machine no cores are requested."""
     ray, counted = config.launch.ray, config.launch.remote
     ranks = range(config.learner.parallel.world)
     return [
@@ -218,10 +219,10 @@ def _worker_cpus(config: RunConfig) -> float:
     return (scorers + bool(scorers)) * ray.scorer.cpus + (environments + 4 * bool(environments)) * ray.environment.cpus
 
 
-def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) -> dict[str, PartPlace]:
-    """Return the place of each part by its name: chosen by the rules of local processes for a run on one machine, and
-    by those of Ray otherwise. Raises :class:`~headrace.base.errors.ConfigError` if the parts do not fit, or if ranks
-    that compute the same micro-batch would be on several machines."""
+def _choose_places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) -> dict[str, PartPlace]:
+    """Return the place on ``cluster`` of each part of ``demands`` by its name: chosen by the rules of local processes
+    for a run on one machine, and by those of Ray otherwise. Raises :class:`~headrace.base.errors.ConfigError` if the
+    parts do not fit, or if ranks that compute the same micro-batch would be on several machines."""
     if not config.launch.remote and cluster.num_machines == 1:
         ranks, count = config.learner.parallel.world, len(demands) - config.learner.parallel.world
         width = config.engine.width
@@ -287,7 +288,7 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
             f"learner.parallel.tensor={tensor} ranks are of one machine, and cluster.per_node={cluster.per_node}",
             remedy=f"set learner.parallel.tensor <= {cluster.per_node}, and learner.parallel.data for the rest",
         )
-    shape = asked_of(config).shape
+    shape = make_sizing_request(config).shape
     if engine.tensor > 1:
         refuse_uneven_heads(engine.tensor, shape.heads, shape.kv_heads)
     if shape.heads % tensor or shape.kv_heads % tensor:
@@ -298,9 +299,9 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
         )
 
 
-def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
-    """Yield a sentence for each kind of part that needs more memory, an engine's cache not counted, than its
-    accelerators have."""
+def _describe_misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
+    """Yield a sentence for each kind of part on the cluster of ``site`` that needs more memory, an engine's cache not
+    counted, than its accelerators have."""
     usable, reported_kinds = usable_bytes(site.cluster), set()
     for part in parts:
         kind = "each rank of the learner" if part.rank is not None else part.name
@@ -315,7 +316,7 @@ def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
             remedy = (
                 f"spread the learner over at least {least} ranks (learner.parallel.data = "
                 f"{least * ways.data // ways.world})"
-                f"{lever_words(sizes)}"
+                f"{describe_levers(sizes)}"
             )
         yield (
             f"Does not fit: {kind} keeps {needed / GB:,.1f} GB, and of one {site.cluster.device.name} "

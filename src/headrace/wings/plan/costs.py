@@ -71,11 +71,12 @@ class ConstantRate:
     """Tokens per second of one engine."""
 
     def step_s(self, num: int, context: float) -> float:
-        """Return the seconds of a step of ``num`` sequences: one token for each, at the constant rate."""
+        """Return the seconds of a step of ``num`` sequences: one token for each, at the constant rate; ``context`` has
+        no effect."""
         return num / self.tok_s
 
     def prefill_s(self, tokens: float) -> float:
-        """Return 0: in this model, prefill takes no time."""
+        """Return 0 for any number of ``tokens``: in this model, prefill takes no time."""
         return 0.0
 
 

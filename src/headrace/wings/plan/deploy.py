@@ -39,17 +39,18 @@ STEP_GIB = 8
 
 
 def deploy_overrides(config: RunConfig) -> list[str]:
-    """Return the settings that every deployed run needs, as arguments of ``--set``: the launcher, the number of
-    accelerators of each part, and a plain view."""
+    """Return the settings that every deployed run needs besides ``config``, as arguments of ``--set``: the launcher,
+    the number of accelerators of each part, and a plain view."""
     width = config.engine.width
     return ["launch.kind=ray", f"launch.ray.engine.gpus={width}", "launch.ray.learner.gpus=1", "observe.view=plain"]
 
 
-def deployment(
+def make_deployment(
     overrides: list[str], site: PlanContext, run_map: ClusterMap, deploy: DeploySettings, folder: str
 ) -> dict[str, str]:
-    """Return the text of each file of a deployment by its name. ``overrides`` are the settings of the run in addition
-    to its run file, and ``folder`` is the directory of the files as the user wrote it.
+    """Return the text of each file of a deployment of the map ``run_map`` on the cluster of ``site`` by its name.
+    ``deploy`` has the settings of the deployment. ``overrides`` are the settings of the run in addition to its run
+    file, and ``folder`` is the directory of the files as the user wrote it.
 
     Raises :class:`~headrace.base.errors.ConfigError` if a part needs more memory than its accelerators have, if a
     machine has too little host memory, if the run directory is not shared, or if there are too few addresses.
@@ -90,12 +91,12 @@ def write_deployment(made: Mapping[str, str], directory: Path) -> None:
 def _placeholder_values(
     overrides: list[str], site: PlanContext, run_map: ClusterMap, deploy: DeploySettings, folder: str
 ) -> dict[str, str]:
-    """Return the text that replaces each placeholder of the templates, by the placeholder's name. Raises
-    :class:`~headrace.base.errors.ConfigError` for too few addresses."""
+    """Return the text that replaces each placeholder of the templates, by the placeholder's name. The parameters are
+    those of :func:`make_deployment`. Raises :class:`~headrace.base.errors.ConfigError` for too few addresses."""
     counts = Counter[int]()
     for part in run_map.parts:
         counts[part.machine or 0] += len(part.gpus)
-    shm_gib, memory_gib = host_memory(site, run_map)
+    shm_gib, memory_gib = compute_host_memory(site, run_map)
     machines = run_map.machines
     if deploy.addresses and len(deploy.addresses) < machines:
         raise ConfigError(
@@ -119,7 +120,7 @@ def _placeholder_values(
         "RAY": RAY_VERSION,
         "MACHINES": str(machines),
         "GPUS": str(max(counts.values())),
-        "CPUS": str(cores_of_machine(run_map)),
+        "CPUS": str(count_machine_cores(run_map)),
         "SHM": str(shm_gib),
         "MEMORY": str(memory_gib),
         "SETTINGS": " ".join(f"--set {shlex.quote(setting)}" for setting in overrides),
@@ -128,19 +129,19 @@ def _placeholder_values(
     }
 
 
-def cores_of_machine(run_map: ClusterMap) -> int:
-    """Return the number of cores that each machine of the run needs: the cores of its parts, its share of the workers'
-    cores, and :data:`SPARE_CORES`."""
+def count_machine_cores(run_map: ClusterMap) -> int:
+    """Return the number of cores that each machine of the map ``run_map`` needs: the cores of its parts, its share of
+    the workers' cores, and :data:`SPARE_CORES`."""
     cpus = Counter[int]()
     for part in run_map.parts:
         cpus[part.machine or 0] += math.ceil(part.cpus)
     return max(cpus.values()) + math.ceil(run_map.worker_cpus / run_map.machines) + SPARE_CORES
 
 
-def host_memory(site: PlanContext, run_map: ClusterMap) -> tuple[int, int]:
-    """Return the shared memory and the total memory, in GiB, that each machine of the run needs. Each rank needs two
-    slots for its part of a version, and each engine two images. An engine that is a model server also needs the files
-    of two versions in shared memory.
+def compute_host_memory(site: PlanContext, run_map: ClusterMap) -> tuple[int, int]:
+    """Return the shared memory and the total memory, in GiB, that each machine of the map ``run_map`` needs for the
+    model of ``site``. Each rank needs two slots for its part of a version, and each engine two images. An engine that
+    is a model server also needs the files of two versions in shared memory.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the cluster's machines have less memory.
     """

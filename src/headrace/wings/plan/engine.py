@@ -37,9 +37,9 @@ WAITING_INTERRUPTS = (Interrupt.DRAIN, Interrupt.BATCH)
 class SimulatedAnswer:
     """An answer of the model that a simulated engine samples; it waits in the queue or is in the batch."""
 
-    ended: Callable[[SimulatedAnswer], None]
+    on_ended: Callable[[SimulatedAnswer], None]
     """The function that is called with the answer when its last token has been sampled."""
-    left: float
+    tokens_left: float
     """Number of tokens that remained to be sampled when the answer last joined or left a batch. It may be fractional,
     because an answer may leave between two steps."""
     context: float
@@ -88,9 +88,9 @@ class SimulatedEngine:
         cache_tokens: float,
         changed: dict[SimulatedEngine, None],
     ) -> None:
-        """Create an idle engine with version 0. Its batch contains at most ``max_sequences`` answers, and its cache at
-        most ``cache_tokens`` tokens. The engine adds itself to ``changed`` whenever its next event may have changed;
-        the owner must then call :meth:`settle`."""
+        """Create an idle engine with version 0, whose steps take the time of ``cost``. Its batch contains at most
+        ``max_sequences`` answers, and its cache at most ``cache_tokens`` tokens. The engine adds itself to ``changed``
+        whenever its next event may have changed; the owner must then call :meth:`settle`."""
         self._events, self._cost = events, cost
         self._max_sequences, self._cache_tokens = max_sequences, cache_tokens
         self._changed = changed
@@ -113,14 +113,19 @@ class SimulatedEngine:
         """Heap of the batch: (step count at which the answer ends, tie breaker, answer). It may contain outdated
         entries, which are removed when they reach the top."""
         self._batch_by_arrival: list[SimulatedAnswer] = []
+        """Answers of the batch in the order in which they joined it; it may contain answers that have left."""
         self._tie_breakers = count()
+        """Numbers the entries of the heap, so that equal ends are not compared further."""
         self._updated_s = self._stalled_until_s = 0.0
+        """Time up to which the state is updated, and time until which prefill or a commit stops decoding."""
         self._token_s = 0.0
         """Duration of one step in seconds, constant until the next event."""
         self._event_number = 0
+        """Number of the newest scheduled event; events with another number are outdated."""
         self._version_starts: list[float] = [0.0]
         """Step count at which each of ``_versions`` came into use."""
         self._versions: list[int] = [0]
+        """The versions that this engine has used, in order."""
 
     @property
     def version(self) -> int:
@@ -198,7 +203,7 @@ class SimulatedEngine:
             self._preempt()
         self._changed[self] = None
         for answer in ended:
-            answer.ended(answer)
+            answer.on_ended(answer)
             answer.engine = None
 
     def _first_end(self) -> float:
@@ -211,7 +216,7 @@ class SimulatedEngine:
         """Return whether an entry of the heap is up to date: its answer still runs on this engine and has not been
         restarted since the entry was added."""
         end, _, answer = entry
-        return answer.running and answer.engine is self and end == answer.joined_at + answer.left
+        return answer.running and answer.engine is self and end == answer.joined_at + answer.tokens_left
 
     def _running_answers(self) -> list[SimulatedAnswer]:
         """Return the answers in the batch, in the order in which they end."""
@@ -230,7 +235,7 @@ class SimulatedEngine:
             self.context += answer.context
             self._prefill(answer.uncached)
             answer.uncached = answer.context
-            heapq.heappush(self._batch, (self._steps + answer.left, next(self._tie_breakers), answer))
+            heapq.heappush(self._batch, (self._steps + answer.tokens_left, next(self._tie_breakers), answer))
             self._batch_by_arrival.append(answer)
 
     def _prefill(self, tokens: float) -> None:
@@ -243,13 +248,13 @@ class SimulatedEngine:
     def _remove_from_batch(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
         """Remove an answer from the batch, and record its new tokens by the version that sampled them. ``finished``:
         its last token has been sampled, and its entry is the first of the heap."""
-        received = answer.left if finished else min(answer.left, self._steps - answer.joined_at)
+        received = answer.tokens_left if finished else min(answer.tokens_left, self._steps - answer.joined_at)
         for version, tokens in self._tokens_by_version(answer.joined_at, answer.joined_at + received):
             answer.versions[version] = answer.versions.get(version, 0.0) + tokens
         self.num -= 1
         self.context -= answer.context + (self._steps - answer.joined_at)
         answer.context += received
-        answer.left -= received
+        answer.tokens_left -= received
         answer.uncached = answer.context
         answer.running = False
         if finished:
@@ -283,13 +288,14 @@ class SimulatedEngine:
         """Return the number of tokens that an answer has received since it joined the batch; 0 if it is not in the
         batch."""
         self.advance()
-        return min(answer.left, self._steps - answer.joined_at) if answer.running else 0.0
+        return min(answer.tokens_left, self._steps - answer.joined_at) if answer.running else 0.0
 
     # --- weights
 
     def drain(self, mode: Interrupt) -> None:
         """Begin to drain the engine before a commit: running answers finish, and no other answers join the batch. With
-        ``Interrupt.BATCH``, the answers that are in the queue now are served too."""
+        ``Interrupt.BATCH``, the answers that are in the queue now are served too. ``mode`` is the interrupt of that
+        commit."""
         self.draining = True
         self._num_may_join = len(self.waiting) if mode is Interrupt.BATCH else 0
         self._changed[self] = None
@@ -326,7 +332,7 @@ class SimulatedEngine:
             self.context -= received
             answer.joined_at = self._steps
             self._prefill(answer.context)
-            heapq.heappush(self._batch, (self._steps + answer.left, next(self._tie_breakers), answer))
+            heapq.heappush(self._batch, (self._steps + answer.tokens_left, next(self._tie_breakers), answer))
 
     # --- life
 

@@ -23,7 +23,9 @@ class EventQueue:
         """Create an empty queue at time 0."""
         self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        """Heap of the events: time, number, callback and its arguments."""
         self._numbers = count()
+        """Numbers the events in the order in which they were added."""
 
     def now(self) -> float:
         """Return the seconds since the start of the simulated run."""

@@ -37,19 +37,26 @@ class SimulatedFleet:
         ``max_sequences`` answers and ``cache_tokens`` cached tokens. ``sync`` and ``failures`` are the costs of commits
         and failures, and ``rng`` draws the times of failures."""
         self._events, self._sync, self._failures, self._rng = events, sync, failures, rng
-        self._changed: dict[SimulatedEngine, None] = {}  # ordered set of the engines to settle
+        self._changed: dict[SimulatedEngine, None] = {}
+        """The engines to settle, as an ordered set."""
         self._engines_by_load: dict[int, dict[SimulatedEngine, None]] = {}
         """Index of the engines that accept answers, by load; its loads may be lower than the current ones."""
         self._indexed_load: dict[SimulatedEngine, int] = {}
         """Load under which each engine is in the index."""
         self._smallest_load = 0
+        """A load below which the index has no engines."""
         self._unrouted: deque[SimulatedAnswer] = deque()
+        """Answers that wait until an engine is up."""
         self._to_commit: deque[SimulatedEngine] = deque()
+        """Engines that have not begun the present commit."""
         self._committing: dict[SimulatedEngine, None] = {}
+        """Engines that drain or commit now, as an ordered set."""
         self._commits_by_start: dict[float, list[SimulatedEngine]] = {}
         """Engines whose commit is in progress, by the time at which it began."""
         self._target_version = 0
+        """The version of the present or last commit."""
         self._committed: Callable[[], None] | None = None
+        """The function to call at the end of the present commit; ``None`` if no commit runs."""
         self.engines: list[SimulatedEngine] = []
         for _ in range(count):
             engine = SimulatedEngine(
@@ -61,15 +68,15 @@ class SimulatedFleet:
 
     # --- sequences
 
-    def put(self, answer: SimulatedAnswer, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Route an answer to an engine and return the engine. ``near`` is the engine whose cache contains the answer's
-        context (``None``: no engine's); it is chosen unless its load is clearly above that of others. If no engine is
-        up, the answer waits for one, and ``None`` is returned."""
-        engine = self._choose_engine(near)
+    def put(self, answer: SimulatedAnswer, preferred: SimulatedEngine | None) -> SimulatedEngine | None:
+        """Route an answer to an engine and return the engine. ``preferred`` is the engine whose cache contains the
+        answer's context (``None``: no engine's); it is chosen unless its load is clearly above that of others. If no
+        engine is up, the answer waits for one, and ``None`` is returned."""
+        engine = self._choose_engine(preferred)
         if engine is None:
             self._unrouted.append(answer)
             return None
-        if engine is not near:
+        if engine is not preferred:
             answer.uncached = answer.context
         engine.put(answer)
         return engine
@@ -85,16 +92,24 @@ class SimulatedFleet:
             return True
         return False
 
-    def _choose_engine(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Return the engine for an answer: ``near``, whose cache contains the answer's context, unless its load is
+    def _choose_engine(self, preferred: SimulatedEngine | None) -> SimulatedEngine | None:
+        """Return the engine for an answer: ``preferred``, whose cache contains the answer's context, unless its load is
         clearly above that of the least loaded engine. ``None`` if no engine is up."""
         if not self._indexed_load:  # all engines drain for a commit, or are down
             alive = [engine for engine in self.engines if engine.up]
-            return near if near in alive else min(alive, key=lambda engine: engine.load, default=None)
-        if near is not None and near in self._indexed_load and near.load <= allowed_load(self._smallest_load):
-            return near
-        least = self._least_loaded()  # updates the smallest load, so that ``near`` may be allowed now
-        return near if near in self._indexed_load and near.load <= allowed_load(self._smallest_load) else least
+            return preferred if preferred in alive else min(alive, key=lambda engine: engine.load, default=None)
+        if (
+            preferred is not None
+            and preferred in self._indexed_load
+            and preferred.load <= allowed_load(self._smallest_load)
+        ):
+            return preferred
+        least = self._least_loaded()  # updates the smallest load, so that ``preferred`` may be allowed now
+        return (
+            preferred
+            if preferred in self._indexed_load and preferred.load <= allowed_load(self._smallest_load)
+            else least
+        )
 
     def _least_loaded(self) -> SimulatedEngine:
         """Return an engine with the smallest load. An engine whose load has risen is indexed again here, and an engine
@@ -166,10 +181,10 @@ class SimulatedFleet:
         started_s = self._events.now_s
         together = self._commits_by_start.setdefault(started_s, [])
         if not together:
-            self._events.after(self._sync.gap_s, self._commits_ended, started_s)
+            self._events.after(self._sync.gap_s, self._end_commits, started_s)
         together.append(engine)
 
-    def _commits_ended(self, started_s: float) -> None:
+    def _end_commits(self, started_s: float) -> None:
         """Handle the end of the commits that began at ``started_s``: begin the next commits."""
         for engine in self._commits_by_start.pop(started_s):
             self._committing.pop(engine, None)

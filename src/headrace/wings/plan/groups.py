@@ -25,7 +25,7 @@ class SimulatedEpisode(SimulatedAnswer):
 
     group: SimulatedGroup
     """The group that the episode belongs to."""
-    place: int
+    index: int
     """Index of the episode in its group."""
     turns: int
     """Number of answers that are not finished, the current answer included."""
@@ -103,6 +103,7 @@ class SimulatedRecorder:
         two."""
         self._full_length = full_length
         self._cache: dict[tuple[int, int, int], Tokens] = {}
+        """Converted tokens by oldest version, newest version and number, since few combinations occur."""
 
     def group(self, group: SimulatedGroup) -> ScoredGroup:
         """Return the converted group for a ``group`` of which every episode is trained. A single episode, with the
@@ -116,7 +117,7 @@ class SimulatedRecorder:
         """Return the converted episode for an ``episode`` that has ended, with its status, reward and cause."""
         causes = {EpisodeStatus.FAILED: FAILED, EpisodeStatus.LEFT_OUT: REDUNDANT}
         record = EpisodeGraph(
-            key=EpisodeKey(episode.group.number, episode.place),
+            key=EpisodeKey(episode.group.number, episode.index),
             status=episode.status,
             reward=episode.reward,
             cause=causes.get(episode.status, ""),

@@ -57,21 +57,29 @@ class SimulatedLearner(Generic[B]):
         on_trained: Callable[[B, float], None],
         commit: Callable[[int], None],
     ) -> None:
-        """Create an idle learner. ``on_start()`` is called when a step starts, ``on_trained(batch, waited_s)`` when it
-        ends, with the seconds that the learner had waited for the batch, and ``commit(version)`` when the engines have
-        staged a version."""
+        """Create an idle learner in the run of ``events``. ``cost``, ``sync`` and ``failures`` are the costs of steps,
+        of the weight sync and of failures, and ``rng`` draws the times of failures. ``on_start()`` is called when a
+        step starts, ``on_trained(batch, waited_s)`` when it ends, with the seconds that the learner had waited for the
+        batch, and ``commit(version)`` when the engines have staged a version."""
         self._events, self._cost, self._sync, self._failures, self._rng = events, cost, sync, failures, rng
         self._on_start, self._on_trained, self._commit = on_start, on_trained, commit
         self._ordered: deque[B] = deque()
+        """The batches to train, in order."""
         self._num_ordered = 0
+        """Number of batches that were ordered and whose step has not ended."""
         self._waits_for_buffer: B | None = None
+        """The batch for whose weights no buffer was free when it was ordered; ``None`` if there is none."""
         self._buffers = NUM_SLOTS - 1  # one slot holds the version that the engines read
+        """Number of free buffers."""
         self._published: deque[int] = deque()
+        """The versions that wait to be sent, the oldest first."""
         self._in_transit = False
+        """Whether a version is in transit to the engines."""
         self.current: B | None = None
         """Batch that is being trained, or after which the weights are being copied; ``None`` while the learner is
         idle."""
         self._free_since_s = 0.0
+        """Time at which the learner became free for the next step."""
         self.busy_s = 0.0
         """Time spent on training and on copies of the weights."""
         self.exposed_sync_s = 0.0
@@ -91,7 +99,8 @@ class SimulatedLearner(Generic[B]):
         return self._in_transit
 
     def order(self, work: B) -> None:
-        """Add a batch to the end of the queue, and reserve a buffer for the weights of its step if a buffer is free."""
+        """Add the batch ``work`` to the end of the queue, and reserve a buffer for the weights of its step if a buffer
+        is free."""
         self._num_ordered += 1
         self._ordered.append(work)
         if self._buffers:
@@ -134,9 +143,9 @@ class SimulatedLearner(Generic[B]):
         self.exposed_sync_s += self._events.now_s - self._trained_s + self._sync.snapshot_s
         self.busy_s += self._sync.snapshot_s
         self._trained_s = None
-        self._events.after(self._sync.snapshot_s, self._copied, work)
+        self._events.after(self._sync.snapshot_s, self._end_copy, work)
 
-    def _copied(self, work: B) -> None:
+    def _end_copy(self, work: B) -> None:
         """Handle the end of the copy: publish the weights after ``work`` as the next version, and begin the next
         step."""
         self._published.append(work.step + 1)

@@ -30,8 +30,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Time for which the weight sync blocked the learner."""
     engine_busy_s: float
     """Busy time of an engine, averaged over the engines."""
-    together_s: float
-    """Part of ``engine_busy_s`` during which the learner trained."""
+    both_busy_s: float
+    """Time in which both an engine and the learner were busy, averaged over the engines."""
     prefill_s: float
     """Part of ``engine_busy_s`` spent on prefill."""
     generated: float
@@ -46,7 +46,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 _BEGINNING = StepSnapshot(
     end_s=0.0, tokens=0.0, ages={}, wait_s=0.0, straggler_s=0.0, learner_busy_s=0.0, exposed_sync_s=0.0,
-    engine_busy_s=0.0, together_s=0.0, prefill_s=0.0, generated=0.0, scoring_s=0.0, sync_s=0.0, wasted=0.0,
+    engine_busy_s=0.0, both_busy_s=0.0, prefill_s=0.0, generated=0.0, scoring_s=0.0, sync_s=0.0, wasted=0.0,
 )  # fmt: skip
 
 
@@ -67,32 +67,33 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Number of episodes of the submitted groups."""
 
     @property
-    def settled(self) -> int:
-        """Return the number of initial steps to ignore, in which queues are still being filled: a quarter of all
-        steps."""
+    def num_warmup_steps(self) -> int:
+        """Return the number of initial steps that figures leave out, because queues are still being filled in them: a
+        quarter of all steps."""
         return len(self.steps) // 4
 
-    def account(self, first: int | None = None) -> Account:
-        """Return the account of time and tokens from the end of step ``first`` − 1 to the end of the last step. With
-        ``first`` = 0 it begins with the run, with ``None`` after the initial steps (:attr:`settled`)."""
-        skipped = self.settled if first is None else first
-        begin = self.steps[skipped - 1] if skipped else _BEGINNING
-        end, counted = self.steps[-1], self.steps[skipped:]
+    def make_account(self, first_step: int | None = None) -> Account:
+        """Return the account of the time and the tokens of the simulated run from the beginning of the step with index
+        ``first_step`` to the end of the last step: busy time, idle time by cause, and tokens by use. ``None`` stands
+        for the first step after the warm-up (:attr:`num_warmup_steps`)."""
+        num_skipped = self.num_warmup_steps if first_step is None else first_step
+        begin = self.steps[num_skipped - 1] if num_skipped else _BEGINNING
+        end, counted = self.steps[-1], self.steps[num_skipped:]
         seconds = end.end_s - begin.end_s
         engine_s = min(seconds, end.engine_busy_s - begin.engine_busy_s)
         learner_s = min(seconds, end.learner_busy_s - begin.learner_busy_s)
-        together_s = end.together_s - begin.together_s
-        both_wait = {
+        both_busy_s = end.both_busy_s - begin.both_busy_s
+        both_idle_s = {
             Cause.SCORING: end.scoring_s - begin.scoring_s,
             Cause.SYNC: end.sync_s - begin.sync_s,
         }
         return Account(
             seconds=seconds,
             engine_busy_s=engine_s,
-            engine_waits_s=_waits_by_cause(seconds - engine_s, Cause.LEARNER, learner_s - together_s, both_wait),
+            engine_waits_s=_split_idle_time(seconds - engine_s, Cause.LEARNER, learner_s - both_busy_s, both_idle_s),
             prefill_s=end.prefill_s - begin.prefill_s,
             learner_busy_s=learner_s,
-            learner_waits_s=_waits_by_cause(seconds - learner_s, Cause.ENGINE, engine_s - together_s, both_wait),
+            learner_waits_s=_split_idle_time(seconds - learner_s, Cause.ENGINE, engine_s - both_busy_s, both_idle_s),
             exposed_sync_s=end.exposed_sync_s - begin.exposed_sync_s,
             straggler_s=sum(step.straggler_s for step in counted),
             generated_tokens=round(end.generated - begin.generated),
@@ -103,19 +104,19 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tok_s(self) -> float:
         """Return the number of tokens trained per second, after the initial steps."""
-        account = self.account()
+        account = self.make_account()
         return account.per_second(account.trained_tokens)
 
     @property
     def step_s(self) -> float:
         """Return the mean duration of a step in seconds, after the initial steps."""
-        return self.account().seconds / (len(self.steps) - self.settled)
+        return self.make_account().seconds / (len(self.steps) - self.num_warmup_steps)
 
     @property
     def ages(self) -> Mapping[int, float]:
         """Return the number of trained tokens by age, after the initial steps."""
         total: dict[int, float] = {}
-        for step in self.steps[self.settled :]:
+        for step in self.steps[self.num_warmup_steps :]:
             for age, tokens in step.ages.items():
                 total[age] = total.get(age, 0.0) + tokens
         return dict(sorted(total.items()))
@@ -128,15 +129,17 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_age(self) -> int:
-        """Return the greatest age of a trained token in versions."""
+        """Return the largest age of a trained token in versions."""
         return max((age for step in self.steps for age in step.ages), default=0)
 
 
-def _waits_by_cause(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
-    """Return the idle seconds of one side (engines or learner) by cause. ``idle_s`` is the total, ``other_s`` the part
-    in which the ``other`` side works, and ``both_s`` the parts, by cause, in which both sides wait. The rest has the
-    cause ``Cause.NOBODY``; causes without time are left out."""
-    by_cause = {other: other_s, **both_s}
+def _split_idle_time(
+    idle_s: float, busy_side: Cause, busy_s: float, both_idle_s: Mapping[Cause, float]
+) -> dict[str, float]:
+    """Return the idle seconds of one side (engines or learner) by cause. ``idle_s`` is the total, ``busy_s`` the part
+    in which the other side, ``busy_side``, works, and ``both_idle_s`` the parts, by cause, in which both sides are
+    idle. The rest has the cause ``Cause.NOBODY``; causes without time are left out."""
+    by_cause = {busy_side: busy_s, **both_idle_s}
     waits: dict[str, float] = {}
     for cause, time_s in by_cause.items():
         waits[str(cause)] = min(max(0.0, time_s), idle_s)

@@ -4,35 +4,36 @@ synchronous and the best candidate."""
 from __future__ import annotations
 
 from headrace.run.observe.svg import BLUE, GREEN, INK, ORANGE, PURPLE, SKY, SLATE, Drawing, Panel
-from headrace.wings.plan.search import PlanRow, SearchResult, row_of
+from headrace.wings.plan.search import PlanRow, SearchResult, make_plan_row
 
 AGES = (SLATE, SKY, BLUE, GREEN, PURPLE, ORANGE)
 """The colours of the staleness bounds in increasing order; they repeat after the sixth bound."""
 
 
-def plan_svg(found: SearchResult) -> bytes:
-    """Return the chart of a plan as an SVG file: trained tokens per second of every candidate over the number of
-    generating accelerators, and the idle times of three candidates."""
-    drawing = Drawing(960, 600, f"{len(found.tried)} simulated runs of {found.site.request.shape.name}")
-    _draw_throughputs(drawing, found)
-    _draw_idle_times(drawing, _named_rows(found))
+def draw_plan(result: SearchResult) -> bytes:
+    """Return the chart of the plan ``result`` as an SVG file: trained tokens per second of every candidate over the
+    number of generating accelerators, and the idle times of three candidates."""
+    drawing = Drawing(960, 600, f"{len(result.tried)} simulated runs of {result.site.request.shape.name}")
+    _draw_throughputs(drawing, result)
+    _draw_idle_times(drawing, _select_rows(result))
     return drawing.svg()
 
 
-def _draw_throughputs(drawing: Drawing, found: SearchResult) -> None:
-    """Draw the trained tokens per second of every candidate over the number of generating accelerators."""
-    count = found.site.cluster.count
-    title = f"{found.site.request.shape.name} on {found.site.cluster}: {len(found.tried)} simulated runs"
+def _draw_throughputs(drawing: Drawing, result: SearchResult) -> None:
+    """Draw the trained tokens per second of every candidate of ``result`` into ``drawing``, over the number of
+    generating accelerators."""
+    count = result.site.cluster.count
+    title = f"{result.site.request.shape.name} on {result.site.cluster}: {len(result.tried)} simulated runs"
     drawing.text(20, 28, title, size=15, color=INK)
     drawing.text(20, 48, "trained tokens per second, over the accelerators that generate (all: in turn with training)")
-    ages = sorted({each.max_age for each in found.tried})
+    ages = sorted({each.max_age for each in result.tried})
     colors = {age: AGES[place % len(AGES)] for place, age in enumerate(ages)}
     drawing.legend(20, 70, [(f"max_age {age}", color) for age, color in colors.items()])
-    fastest = max((each.trained_tok_s for each in found.tried), default=0.0)
+    fastest = max((each.trained_tok_s for each in result.tried), default=0.0)
     panel = Panel(drawing, (90, 90, 840, 250), (1.12 * count, 1.1 * fastest))
-    for each in found.tried:
+    for each in result.tried:
         drawing.dot(panel.x(each.generation or count), panel.y(each.trained_tok_s), colors[each.max_age])
-    for name, row in _named_rows(found).items():
+    for name, row in _select_rows(result).items():
         drawing.text(panel.x(row.generation or count) + 8, panel.y(row.trained_tok_s) - 6, name, color=INK)
 
 
@@ -50,8 +51,8 @@ def _draw_idle_times(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
             drawing.text(panel.x(100 * share) + 5, top + below + 13, f"{100 * share:.0f}%", size=11)
 
 
-def _named_rows(found: SearchResult) -> dict[str, PlanRow]:
+def _select_rows(result: SearchResult) -> dict[str, PlanRow]:
     """Return the rows of the three candidates that the chart labels, by label: the settings of the run file, the best
     synchronous settings and the best settings."""
-    named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
-    return {name: row_of(found.site, each) for name, each in named.items()}
+    named = {"as asked": result.requested, "synchronous": result.synchronous, "best": result.best}
+    return {name: make_plan_row(result.site, each) for name, each in named.items()}

@@ -92,7 +92,7 @@ def place(parts: Sequence[PartDemand], machines: Sequence[MachineResources], str
         first = unplaced.pop(0)
         machine = _best_machine(first, untouched) or (_best_machine(first, machines) if strategy == "spread" else None)
         if machine is None:
-            raise _no_room(first, [*parts], machines)
+            raise _make_no_room_error(first, [*parts], machines)
         places[first.name] = machine.take(first)
         if machine in untouched:
             untouched.remove(machine)
@@ -110,7 +110,9 @@ def _best_machine(part: PartDemand, machines: Sequence[MachineResources]) -> Mac
     return best if best is not None and best.has_room(part) else None
 
 
-def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]) -> ConfigError:
+def _make_no_room_error(
+    part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[MachineResources]
+) -> ConfigError:
     """Return the error for ``part``, which does not fit beside the parts that were placed before it."""
     gpus, cpus = sum(each.gpus for each in parts), sum(each.cpus for each in parts)
     free = max(machine.free_gpus for machine in machines)
@@ -125,7 +127,7 @@ def _no_room(part: PartDemand, parts: Sequence[PartDemand], machines: Sequence[M
     )
 
 
-def machines_of(
+def assign_machines(
     engines: int, ways: int, trainers: int, cluster: Cluster, *, shared: bool = False
 ) -> tuple[list[int], list[int]]:
     """Return the machine number of each of ``engines`` engines, with ``ways`` accelerators each, and of each of
@@ -133,7 +135,7 @@ def machines_of(
     ``shared``, both use the same accelerators.
 
     >>> from headrace.wings.plan.cluster import Cluster
-    >>> machines_of(3, 4, 3, Cluster(accelerator="H100", count=16))
+    >>> assign_machines(3, 4, 3, Cluster(accelerator="H100", count=16))
     ([0, 0, 1], [1, 1, 1])
     """
     per_machine = max(1, cluster.per_node // ways)

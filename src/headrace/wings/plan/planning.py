@@ -8,7 +8,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.observation import Account
 from headrace.run.observe.verdict import find_bound
 from headrace.run.session.config import RunConfig
-from headrace.wings.plan.card import CardRates, on_cluster
+from headrace.wings.plan.card import CardRates, apply_rates
 from headrace.wings.plan.catalogue import model
 from headrace.wings.plan.cluster import ClusterFile
 from headrace.wings.plan.search import Search, SearchResult
@@ -22,13 +22,13 @@ MEAN_SHARE = 0.25
 gives the lengths."""
 
 
-def bound(account: Account) -> str:
+def describe_bound(account: Account) -> str:
     """Return in words what limits the throughput of a run with this account of its time, by the same rule as in the
     verdict on a real run."""
     return str(find_bound(account))
 
 
-def asked_of(config: RunConfig) -> SizingRequest:
+def make_sizing_request(config: RunConfig) -> SizingRequest:
     """Return the settings of a run file that a plan needs, with the sizes of its model. Raises
     :class:`~headrace.base.errors.ConfigError` if the model's sizes are not known."""
     learner = config.learner.serving(config.algo.columns)
@@ -43,32 +43,33 @@ def asked_of(config: RunConfig) -> SizingRequest:
     )
 
 
-def usual_workload(request: SizingRequest) -> Workload:
-    """Return the workload that a plan assumes if neither the cluster file nor a calibration contains a workload:
-    prompts of 256 tokens, and answers of lognormal lengths whose mean is a quarter of ``engine.max_new_tokens``."""
+def make_usual_workload(request: SizingRequest) -> Workload:
+    """Return the workload that a plan for ``request`` assumes if neither the cluster file nor a calibration contains a
+    workload: prompts of 256 tokens, and answers of lognormal lengths whose mean is a quarter of
+    ``engine.max_new_tokens``."""
     longest = request.engine.max_new_tokens
     return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
 
 
 def longest_sequence(request: SizingRequest) -> float:
-    """Return the largest number of tokens of a prompt and its answer together: ``engine.max_context`` or, if that is
-    unset, the longest answer and an assumed prompt of 256 tokens."""
+    """Return the largest number of tokens of a prompt and its answer together in ``request``: ``engine.max_context``
+    or, if that is unset, the longest answer and an assumed prompt of 256 tokens."""
     return request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
 
 
 def make_site(
     request: SizingRequest, file: ClusterFile, measured: Measured | None = None, *, rates: CardRates | None = None
 ) -> PlanContext:
-    """Return the context of a plan: the settings of the run, the cluster, the workload and the division of memory.
-    ``measured`` contains costs calibrated by a recorded run, and ``rates`` the rates of a GPU measured by ``headrace
-    bench gpu``. Each replaces the catalogue's figures.
+    """Return the context of a plan: the settings of the run (``request``), the cluster (``file``), the workload and the
+    division of memory. ``measured`` contains costs calibrated by a recorded run, and ``rates`` the rates of a GPU
+    measured by ``headrace bench gpu``. Each replaces the catalogue's figures.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster, or if the rates were
     measured on another GPU.
     """
-    cluster = file.cluster if rates is None else on_cluster(rates, file.cluster)
+    cluster = file.cluster if rates is None else apply_rates(rates, file.cluster)
     recorded = None if measured is None else measured.workload
-    workload = file.workload or recorded or usual_workload(request)
+    workload = file.workload or recorded or make_usual_workload(request)
     return PlanContext(
         request=request,
         cluster=cluster,
@@ -80,8 +81,9 @@ def make_site(
 
 
 def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
-    """Search for the best settings by simulation, and return the result. Every simulated run uses ``seed``.
-    ``generation`` fixes the number of generating accelerators; ``None``: the search chooses it.
+    """Search for the best settings in the context ``site`` by simulation, and return the result, whose duration
+    ``clock`` measures. Every simulated run uses ``seed``. ``generation`` fixes the number of generating accelerators;
+    ``None``: the search chooses it.
 
     Raises :class:`~headrace.base.errors.ConfigError` if ``generation`` is not a whole number of engines, or leaves too
     few accelerators for the learner.

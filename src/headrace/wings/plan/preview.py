@@ -11,11 +11,11 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster, ClusterFile
-from headrace.wings.plan.planning import asked_of, bound, make_site, usual_workload
+from headrace.wings.plan.planning import describe_bound, make_site, make_sizing_request, make_usual_workload
 from headrace.wings.plan.search import Search
 from headrace.wings.plan.spread import RecordedSpread
 from headrace.wings.plan.system import PlanContext
-from headrace.wings.plan.words import verdict_line
+from headrace.wings.plan.words import describe_verdict
 
 MOST_PROMPTS = 4096
 """Largest number of prompts whose lengths are read for a plan."""
@@ -27,13 +27,15 @@ def plan_line(prepared: Prepared) -> str:
     if prepared.config.launch.remote:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
     try:
-        site, engines, _ = site_here(prepared)
-        return verdict_line(Search(site=site, clock=RealClock(), seed=0, fixed=engines).glance(), bound)
+        site, engines, _ = make_local_site(prepared)
+        return describe_verdict(
+            Search(site=site, clock=RealClock(), seed=0, fixed=engines).run_preview(), describe_bound
+        )
     except HeadraceError as error:
         return f"No plan: {error.problem}; {error.remedy}."
 
 
-def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
+def make_local_site(prepared: Prepared) -> tuple[PlanContext, int, int]:
     """Return the context of a plan of the ``prepared`` run on this machine, the number of accelerators (GPUs or cores)
     of its engines, and the number of accelerators of its learner. Raises
     :class:`~headrace.base.errors.ConfigError` if the model does not fit, or if its sizes are not known."""
@@ -46,14 +48,14 @@ def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
         learners = threads(config.launch.learner_threads, cores)
         cluster = Cluster(accelerator="CPU-core", count=cores, per_node=cores)
     else:
-        cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
-    request = asked_of(config)
+        cluster = Cluster(accelerator=name_first_gpu(), count=engines + learners)
+    request = make_sizing_request(config)
     prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
-    workload = usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
+    workload = make_usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
     return make_site(request, ClusterFile(cluster=cluster, workload=workload)), engines, learners
 
 
-def known_gpu() -> str:
+def name_first_gpu() -> str:
     """Return the catalogue's name of the first GPU that torch finds; torch's name if the catalogue lacks the GPU."""
     import torch
 

@@ -137,10 +137,10 @@ class _PhaseLoad:
     in_bytes: dict[int, float] = field(default_factory=_zero_by_machine)
     """Bytes that are received over the network, by receiving machine."""
 
-    def work(self, machine: int, who: str, seconds: float, num_bytes: float) -> None:
-        """Add the load of a thread of the kind ``who`` that runs for ``seconds`` on ``machine``, and reads or writes
+    def work(self, machine: int, thread: str, seconds: float, num_bytes: float) -> None:
+        """Add the load of a thread of the kind ``thread`` that runs for ``seconds`` on ``machine``, and reads or writes
         ``num_bytes`` of memory."""
-        self.thread_s[who] = max(self.thread_s.get(who, 0.0), seconds)
+        self.thread_s[thread] = max(self.thread_s.get(thread, 0.0), seconds)
         self.core_s[machine] += seconds
         self.memory_bytes[machine] += num_bytes
 
@@ -177,8 +177,8 @@ def tree_edges(size: int) -> list[tuple[int, int]]:
     return [(sender, sender + 2**step) for step in rounds for sender in range(2**step) if sender + 2**step < size]
 
 
-def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstimate:
-    """Return the predicted time of a publication among machines with the rates of ``host``."""
+def estimate_publication(request: PublicationRequest, host: HostFigures) -> PublicationEstimate:
+    """Return the predicted time of the publication ``request`` among machines with the rates of ``host``."""
     if request.rate_gb_s is None:
         load, moved = _broadcast_load(request, host)
         send = load.phase("broadcast")
@@ -222,8 +222,8 @@ def _send_whole(request: PublicationRequest) -> PublicationPhase:
 
 
 def _broadcast_load(request: PublicationRequest, host: HostFigures) -> tuple[_PhaseLoad, dict[str, float]]:
-    """Return the load of the broadcasts of all ranks, which run at the same time, and the number of bytes that they
-    send over the ``network`` and ``within machines``."""
+    """Return the load of the broadcasts of all ranks of ``request`` among machines with the rates of ``host``, which
+    run at the same time, and the number of bytes that they send over the ``network`` and ``within machines``."""
     load, part = _PhaseLoad(host), request.sent_bytes / len(request.ranks)
     edges, moved = tree_edges(1 + len(request.engines)), {"network": 0.0, "within machines": 0.0}
     stream = host.stream_gb_s * GB

@@ -68,7 +68,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     mean_age: float
     """Mean age of trained tokens in versions."""
     oldest: int
-    """Greatest age of a trained token in versions."""
+    """Largest age of a trained token in versions."""
     exposed_sync: float
     """Fraction of the time in which the learner is blocked by the weight sync."""
 
@@ -119,6 +119,7 @@ class Search:
     fixed: int | None = None
     """Number of generating accelerators that the user has fixed; ``None``: the search chooses it."""
     _simulated: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
+    """The candidates that were simulated, by their settings."""
 
     def run(self) -> SearchResult:
         """Simulate all candidates and return the best candidate, together with the requested and the synchronous
@@ -157,7 +158,7 @@ class Search:
         apart = self.site.cluster.num_machines > 1
         return [name for name, each in found.items() if each.cost.proposed and (each.crosses_machines or not apart)]
 
-    def glance(self) -> SearchResult:
+    def run_preview(self) -> SearchResult:
         """Simulate only the settings of the run file and their synchronous variant, and return both as the result; a
         dry run uses this short search."""
         began_s = self.clock.now()
@@ -179,7 +180,7 @@ class Search:
             best=best,
             requested=requested,
             synchronous=synchronous,
-            tried=[row_of(self.site, each) for each in self._simulated.values()],
+            tried=[make_plan_row(self.site, each) for each in self._simulated.values()],
             seconds=self.clock.now() - began_s,
         )
 
@@ -277,10 +278,10 @@ def _unique(counts: Iterator[int]) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
-    """Return the settings and the results of the candidate ``tried`` as a row of the plan's table."""
-    choice, outcome = tried.choice, tried.outcome
-    account = outcome.account()
+def make_plan_row(site: PlanContext, candidate: Candidate) -> PlanRow:
+    """Return the settings and the results of ``candidate`` in the context ``site`` as a row of the plan's table."""
+    choice, outcome = candidate.choice, candidate.outcome
+    account = outcome.make_account()
     return PlanRow(
         generation=0 if choice.shared else choice.generation,
         training=site.trainers(choice),

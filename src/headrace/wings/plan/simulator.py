@@ -52,23 +52,16 @@ class Simulation:
         if world.flow.pivots is not None:
             raise ConfigError("flow.pivots cannot be simulated", remedy="plan the run without flow.pivots")
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
-        self.world, self._check = world, check
-        self.events = EventQueue()
+        self.world, self._check, self.events = world, check, EventQueue()
         self.ledger = CountingLedger(self._group_dropped)
         last_step = sys.maxsize if world.endless else world.steps
         self.flow = Flow(
             world.flow, writer=self.ledger, clock=self.events, last_step=last_step, pick_row=lambda number: number
         )
         self.fleet = SimulatedFleet(
-            self.events,
-            world.engine,
-            count=world.num_engines,
-            max_sequences=world.max_sequences,
-            cache_tokens=world.cache_tokens,
-            sync=world.sync,
-            failures=world.failures,
-            rng=streams[0],
-        )
+            self.events, world.engine, count=world.num_engines, max_sequences=world.max_sequences,
+            cache_tokens=world.cache_tokens, sync=world.sync, failures=world.failures, rng=streams[0],
+        )  # fmt: skip
         self.learner: SimulatedLearner[SimulatedBatch] = SimulatedLearner(
             self.events, world.learner, world.sync, world.failures, rng=streams[1],
             on_start=self._step_starts, on_trained=self._step_ends,
@@ -77,25 +70,32 @@ class Simulation:
         self._draws = WorkloadDraws(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
         """Virtual time until which the controller is busy with the starts and ends of episodes."""
-        self._scorers = [0.0] * (world.workload.reward_slots or 0)  # heap: time at which each is free; empty: no limit
+        self._scorers = [0.0] * (world.workload.reward_slots or 0)
+        """Heap of the times at which each scorer is free; empty if their number is not limited."""
         self._has_filters = bool(world.flow.filters)
-        reads_lengths = any(isinstance(each, LengthFilter) for each in world.flow.filters)
-        self._recorder = SimulatedRecorder(full_length=reads_lengths)
+        self._recorder = SimulatedRecorder(
+            full_length=any(isinstance(each, LengthFilter) for each in world.flow.filters)
+        )
+        """Converts simulated groups for the filters and the flow."""
         self._context = FilterContext(decode=lambda ids: "", seed=seed)
         self.groups: dict[int, SimulatedGroup] = {}
         """Groups that are neither trained nor dropped."""
         self.steps: list[StepSnapshot] = []
         self.wasted: dict[str, float] = defaultdict(float)
         """Number of sampled tokens that will not be trained, by reason."""
-        self.sampling = self.scoring = 0  # answers on engines, and episodes whose reward is being computed
-        # time in which engines and learner both waited: for rewards, and for the weight sync
+        self.sampling = self.scoring = 0
+        """Number of answers on engines, and number of episodes whose reward is being computed."""
         self.scoring_s = self.sync_s = 0.0
+        """Time in which engines and learner both waited: for rewards, and for the weight sync."""
         self._overlap_s = self._engine_busy_s = 0.0
+        """Time in which both sides were busy; and the engines' mean busy time at the start of the present step."""
         self._may_admit = self._may_take = True
+        """Whether the flow may now have a group to start, and a complete batch."""
         self._planned_s: float | None = None
         """The time for which the pacing has planned the next start of a group; ``None`` if there is no such time."""
         floor = world.flow.groups_per_step
         self._concurrency = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
+        """The state of the automatic limit of concurrent groups."""
         if world.flow.capacity == "auto":
             self.events.after(LOOK_S, self._tune_capacity)
 
@@ -183,10 +183,10 @@ class Simulation:
         group = SimulatedGroup(number=admission.number, chance=self._draws.chance())
         self.groups[group.number] = group
         prompt = self._draws.prompts.next()
-        for place in range(self.world.flow.group_size):
+        for index in range(self.world.flow.group_size):
             episode = SimulatedEpisode(
-                group=group, place=place, turns=int(self._draws.turns.next()), context=prompt, uncached=0.0, left=0.0,
-                ended=self._turn_ended,
+                group=group, index=index, turns=int(self._draws.turns.next()), context=prompt, uncached=0.0,
+                tokens_left=0.0, on_ended=self._turn_ended,
             )  # fmt: skip
             group.episodes.append(episode)
         return group
@@ -212,12 +212,12 @@ class Simulation:
         :class:`~headrace.base.errors.ConfigError` if the episode is longer than the cache."""
         if episode.status is not EpisodeStatus.RUNNING:
             return
-        episode.left = self._draws.answers.next()
-        episode.truncated = episode.truncated or episode.left >= self.world.max_new_tokens
-        if episode.context + episode.left > self.world.cache_tokens:
+        episode.tokens_left = self._draws.answers.next()
+        episode.truncated = episode.truncated or episode.tokens_left >= self.world.max_new_tokens
+        if episode.context + episode.tokens_left > self.world.cache_tokens:
             raise ConfigError(
-                f"an episode of {episode.context + episode.left:.0f} tokens does not fit the cache of an engine, which "
-                f"holds {self.world.cache_tokens:.0f}",
+                f"an episode of {episode.context + episode.tokens_left:.0f} tokens does not fit the "
+                f"cache of an engine, which holds {self.world.cache_tokens:.0f}",
                 remedy="give an engine more accelerators, or shorten prompts, answers or turns",
             )
         preferred = episode.cache_engine
@@ -377,7 +377,7 @@ class Simulation:
                 learner_busy_s=self.learner.busy_s,
                 exposed_sync_s=self.learner.exposed_sync_s,
                 engine_busy_s=engine_busy_s,
-                together_s=self._overlap_s,
+                both_busy_s=self._overlap_s,
                 prefill_s=total.prefill_s / len(self.fleet.engines),
                 generated=total.generated,
                 scoring_s=self.scoring_s,
@@ -449,6 +449,7 @@ class CountingLedger:
         """Create an empty ledger. ``on_drop(number, reason)`` is called for every dropped group."""
         self._on_drop = on_drop
         self.submitted = 0
+        """Number of submitted groups. ``trained`` and ``dropped`` (by reason) are what became of them."""
         self.trained = 0
         self.dropped: Counter[str] = Counter()
         self.version = 0
@@ -470,7 +471,7 @@ class CountingLedger:
                 self.version = operation.version
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Do nothing: no operation is buffered."""
+        """Do nothing: no operation is buffered, so ``durable`` has no effect."""
 
     def close(self) -> None:
         """Do nothing: no file is open."""

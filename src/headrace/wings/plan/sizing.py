@@ -124,21 +124,22 @@ class Fit:
 
 
 def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
-    """Return the smallest engine and the smallest learner that fit on separate accelerators, for episodes of up to
-    ``longest`` tokens. If they do not fit, return the division in which both alternate on all accelerators.
+    """Return the smallest engine and the smallest learner of ``request`` that fit into ``cluster`` on separate
+    accelerators, for episodes of up to ``longest`` tokens. If they do not fit, return the division in which both
+    alternate on all accelerators.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the cluster is too small, with the missing memory and what
     would fit.
     """
     division = _find_fit(request, cluster, longest)
     if division is None:
-        raise _too_small(request, cluster, longest)
+        raise _make_too_small_error(request, cluster, longest)
     return division
 
 
 def learner_sizes(request: SizingRequest, longest: float) -> LearnerSizes:
-    """Return the sizes and settings that determine the memory of a learner's ranks, for samples of up to ``longest``
-    tokens."""
+    """Return the sizes and settings of ``request`` that determine the memory of a learner's ranks, for samples of up to
+    ``longest`` tokens."""
     return LearnerSizes(
         shape=request.shape,
         config=request.learner,
@@ -150,25 +151,26 @@ def learner_sizes(request: SizingRequest, longest: float) -> LearnerSizes:
 
 
 def spread_footprint(request: SizingRequest, longest: float, ranks: int) -> Footprint:
-    """Return the memory of each of ``ranks`` ranks of the learner, at its peak (:func:`spread_sizes`)."""
+    """Return the memory of each of ``ranks`` ranks of the learner of ``request``, at its peak, for samples of up to
+    ``longest`` tokens (:func:`spread_sizes`)."""
     return spread_sizes(request, longest, ranks).footprint()
 
 
-def memory_advice(sizes: LearnerSizes, usable: float) -> str:
-    """Return in words what a rank of the learner needs at its peak, what it leaves of ``usable`` bytes, and how much
-    each setting would free."""
+def describe_memory(sizes: LearnerSizes, usable: float) -> str:
+    """Return in words what a rank of a learner with ``sizes`` needs at its peak, what it leaves of ``usable`` bytes,
+    and how much each setting would free."""
     needed = sizes.footprint().total_bytes
     left = usable - needed
     room = f"{left / GB:,.1f} GB are left" if left >= 0 else f"{-left / GB:,.1f} GB too little"
     return (
         f"A rank of the learner needs {needed / GB:,.1f} GB at its peak, and {usable / GB:,.1f} GB of its "
-        f"accelerator can be used: {room}{lever_words(sizes)}"
+        f"accelerator can be used: {room}{describe_levers(sizes)}"
     )
 
 
-def lever_words(sizes: LearnerSizes) -> str:
-    """Return in words how much each setting would free on a rank of the learner; empty if no setting frees a tenth of a
-    GB."""
+def describe_levers(sizes: LearnerSizes) -> str:
+    """Return in words how much each setting would free on a rank of a learner with ``sizes``; empty if no setting frees
+    a tenth of a GB."""
     named = [
         f"{name}: {freed / GB:,.1f} GB"
         for name, freed in sorted(levers(sizes).items(), key=lambda each: -each[1])
@@ -195,7 +197,7 @@ def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit |
 def _separate_division(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Return the division in which engines and learner have separate accelerators. It may be incomplete: ``ways`` is 0
     if no engine fits beside the learner, and ``least_learner`` is 0 if no learner fits."""
-    least = _least_ranks(request, cluster, longest)
+    least = _find_least_ranks(request, cluster, longest)
     ways, cache_tokens = _smallest_engine(request, cluster, cluster.count - least, longest)
     return Fit(
         ways=ways,
@@ -207,10 +209,10 @@ def _separate_division(request: SizingRequest, cluster: Cluster, longest: float)
     )
 
 
-def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> int:
-    """Return the smallest number of ranks of the learner that fit into the accelerators' memory; 0 if no number fits.
-    Only the number of data-parallel ranks is chosen."""
-    usable, step = usable_bytes(cluster), rank_step(request)
+def _find_least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> int:
+    """Return the smallest number of ranks of the learner of ``request`` that fit into the accelerators of ``cluster``,
+    for samples of up to ``longest`` tokens; 0 if no number fits. Only the number of data-parallel ranks is chosen."""
+    usable, step = usable_bytes(cluster), compute_rank_step(request)
     fewest, most = 2, max(2, MOST_RANKS // step)
     if spread_footprint(request, longest, step).total_bytes <= usable:
         return step
@@ -225,17 +227,17 @@ def _least_ranks(request: SizingRequest, cluster: Cluster, longest: float) -> in
     return most * step
 
 
-def rank_step(request: SizingRequest) -> int:
-    """Return the number whose multiples are the possible numbers of ranks of the learner: with the run's replicas, its
-    context and tensor ranks, and its expert ranks, which divide the ranks of a replica."""
+def compute_rank_step(request: SizingRequest) -> int:
+    """Return the number whose multiples are the possible numbers of ranks of the learner of ``request``: with the run's
+    replicas, its context and tensor ranks, and its expert ranks, which divide the ranks of a replica."""
     ways = request.learner.parallel
     return ways.replicate * math.lcm(ways.context * ways.tensor, ways.expert)
 
 
 def spread_sizes(request: SizingRequest, longest: float, ranks: int) -> LearnerSizes:
-    """Return the sizes of a learner on ``ranks`` ranks, or on as many of them as its other dimensions of parallelism
-    divide. Only the number of data-parallel ranks is changed."""
-    sizes, step = learner_sizes(request, longest), rank_step(request)
+    """Return the sizes of the learner of ``request`` on ``ranks`` ranks, for samples of up to ``longest`` tokens, or on
+    as many of them as its other dimensions of parallelism divide. Only the number of data-parallel ranks is changed."""
+    sizes, step = learner_sizes(request, longest), compute_rank_step(request)
     ways = sizes.config.parallel
     num_ranks = max(1, ranks // step) * step
     parallel = ways.model_copy(update={"data": num_ranks // (ways.replicate * ways.context * ways.tensor)})
@@ -260,7 +262,7 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
     """Return the capacity in tokens of the cache of an engine on ``ways`` accelerators, each of which also stores its
     share of the learner. Return 0 if the capacity is below ``longest`` tokens, or if the memory does not suffice for a
     pass of the learner while the engine sleeps, or if the learner needs more ranks."""
-    if cluster.count < rank_step(request):
+    if cluster.count < compute_rank_step(request):
         return 0.0
     rank = spread_sizes(request, longest, cluster.count)
     free_bytes = (usable_bytes(cluster) - rank.resident().total_bytes) * ways - engine_bytes(request)
@@ -269,25 +271,25 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
 
 
 def usable_bytes(cluster: Cluster) -> float:
-    """Return the bytes of one accelerator that can be used for weights, caches and activations."""
+    """Return the bytes of one accelerator of ``cluster`` that can be used for weights, caches and activations."""
     return USABLE * cluster.device.memory_gb * GB
 
 
 def engine_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights in one engine: :data:`COPIES` copies of the model or, if adapters are trained, one
-    copy and the adapters in float32."""
+    """Return the bytes of weights in one engine of ``request``: :data:`COPIES` copies of the model or, if adapters are
+    trained, one copy and the adapters in float32."""
     copies = 1 if request.model.lora is not None else COPIES
     return copies * request.weight_bytes + request.adapter_params * 4
 
 
-def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
-    """Return the smallest number of accelerators for an engine, at most ``most`` and within one machine, and the
-    capacity of its cache in tokens. The cache has room for :data:`SEQUENCES` sequences of ``longest`` tokens if
-    possible, otherwise for at least one. Return (0, 0) if no engine fits."""
+def _smallest_engine(request: SizingRequest, cluster: Cluster, limit: int, longest: float) -> tuple[int, float]:
+    """Return the smallest number of accelerators of ``cluster`` for an engine of ``request``, at most ``limit`` and
+    within one machine, and the capacity of its cache in tokens. The cache has room for :data:`SEQUENCES` sequences of
+    ``longest`` tokens if possible, otherwise for at least one. Return (0, 0) if no engine fits."""
     token_bytes = float(request.shape.kv_numbers * request.bytes_per_number)
     smallest = (0, 0.0)
     ways = 1
-    while ways <= min(cluster.per_node, most):
+    while ways <= min(cluster.per_node, limit):
         tokens = (usable_bytes(cluster) * ways - engine_bytes(request)) / token_bytes
         if tokens >= longest and not smallest[0]:
             smallest = (ways, tokens)
@@ -298,14 +300,14 @@ def _smallest_engine(request: SizingRequest, cluster: Cluster, most: int, longes
 
 
 def learner_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients, optimizer state and kept copies over all ranks of the learner, without
-    those of a micro-batch."""
+    """Return the bytes of weights, gradients, optimizer state and kept copies over all ranks of the learner of
+    ``request``, without those of a micro-batch."""
     return _over_all_ranks(request, learner_sizes(request, 0.0)).total_bytes
 
 
 def update_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients and optimizer state over all ranks of the learner that an update reads and
-    writes, wherever they are kept."""
+    """Return the bytes of weights, gradients and optimizer state over all ranks of the learner of ``request`` that an
+    update reads and writes, wherever they are kept."""
     sizes = learner_sizes(request, 0.0)
     memory = sizes.config.memory.model_copy(update={"offload_optimizer": False})
     whole = _over_all_ranks(request, replace(sizes, config=sizes.config.model_copy(update={"memory": memory})))
@@ -319,24 +321,24 @@ def _over_all_ranks(request: SizingRequest, sizes: LearnerSizes) -> Footprint:
     return Footprint(**{field.name: num_replicas * getattr(alone, field.name) for field in fields(Footprint)})
 
 
-def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
-    """Return the error for a cluster that is too small for episodes of ``longest`` tokens. It says how much memory is
-    missing, and which changes would fit."""
+def _make_too_small_error(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
+    """Return the error for a cluster that is too small for ``request`` with episodes of ``longest`` tokens. It says how
+    much memory is missing, and which changes would fit."""
     division = _separate_division(request, cluster, longest)
     if not division.least_learner:
         recomputing = _with_recompute(request)
-        if request.learner.memory.recompute or not _least_ranks(recomputing, cluster, longest):
-            return _pass_too_large(request, cluster, longest)
+        if request.learner.memory.recompute or not _find_least_ranks(recomputing, cluster, longest):
+            return _make_pass_error(request, cluster, longest)
         if _find_fit(recomputing, cluster, longest) is not None:
-            return _pass_too_large(request, cluster, longest, "set learner.memory.recompute = true, or ")
-        return _cluster_too_small(
+            return _make_pass_error(request, cluster, longest, "set learner.memory.recompute = true, or ")
+        return _make_cluster_error(
             recomputing,
             cluster,
             _separate_division(recomputing, cluster, longest),
             longest,
             ", even with learner.memory.recompute = true",
         )
-    return _cluster_too_small(request, cluster, division, longest)
+    return _make_cluster_error(request, cluster, division, longest)
 
 
 def _with_recompute(request: SizingRequest) -> SizingRequest:
@@ -348,10 +350,10 @@ def _with_recompute(request: SizingRequest) -> SizingRequest:
     )
 
 
-def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, instead: str = "") -> ConfigError:
-    """Return the error for a micro-batch that does not fit into one accelerator, with samples of up to ``longest``
-    tokens, on any number of ranks. ``instead`` is a preferred remedy, which precedes the remedy of a smaller
-    micro-batch."""
+def _make_pass_error(request: SizingRequest, cluster: Cluster, longest: float, instead: str = "") -> ConfigError:
+    """Return the error for a micro-batch of ``request`` that does not fit into one accelerator of ``cluster``, with
+    samples of up to ``longest`` tokens, on any number of ranks. ``instead`` is a preferred remedy, which precedes the
+    remedy of a smaller micro-batch."""
     rank = spread_sizes(request, longest, MOST_RANKS)
     if rank.score_bytes():
         instead = "leave learner.attention = 'padded' out, " + (instead or "or ")
@@ -360,7 +362,7 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, in
         rank.footprint().total_bytes,
         request.learner.tokens_per_microbatch,
     )
-    fitting = _most_tokens(rank, usable)
+    fitting = _find_most_tokens(rank, usable)
     smaller = f"lower learner.tokens_per_microbatch to {fitting:,} or less" if fitting else (
         "take accelerators with more memory"
     )  # fmt: skip
@@ -368,11 +370,11 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, in
         f"one pass of {tokens} tokens of {request.shape.name} needs {needed / GB:,.1f} GB on each of any number of "
         f"ranks, the rank's part of weights, gradients and optimizer included, and of one {cluster.device.name} "
         f"{usable / GB:,.1f} GB can be used: {(needed - usable) / GB:,.1f} GB too little",
-        remedy=f"{instead}{smaller}{lever_words(rank)}",
+        remedy=f"{instead}{smaller}{describe_levers(rank)}",
     )
 
 
-def _most_tokens(rank: LearnerSizes, usable: float) -> int:
+def _find_most_tokens(rank: LearnerSizes, usable: float) -> int:
     """Return the largest micro-batch, in tokens, with which a rank fits into ``usable`` bytes; 0 if none fits."""
     fitting, beyond = 0, rank.config.tokens_per_microbatch
     while beyond - fitting > 1:
@@ -385,12 +387,13 @@ def _most_tokens(rank: LearnerSizes, usable: float) -> int:
     return fitting
 
 
-def _cluster_too_small(
+def _make_cluster_error(
     request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
-    """Return the error for a cluster whose memory is too small for the model. Its remedies are the smallest cluster
-    that would fit, the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added
-    to the description of the problem."""
+    """Return the error for a cluster whose memory is too small for the model of ``request`` with episodes of up to
+    ``longest`` tokens; ``division`` is the incomplete division. Its remedies are the smallest cluster that would fit,
+    the largest model of the catalogue that would fit, and adapters if they would fit. ``also`` is added to the
+    description of the problem."""
     name, usable = cluster.device.name, usable_bytes(cluster)
     engine = division.engine_bytes + request.shape.kv_numbers * request.bytes_per_number * longest
     ways = 1

@@ -23,7 +23,7 @@ class Spread(Section):
     """A distribution of non-negative numbers. All randomness comes from the generator passed to :meth:`draw`."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws, shape [N]."""
+        """Return ``count`` draws with the generator ``rng``, shape [N]."""
         raise NotImplementedError
 
 
@@ -34,7 +34,7 @@ class ConstantSpread(Spread):
     value: NonNegativeFloat
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return the value ``count`` times, shape [N]."""
+        """Return the value ``count`` times, shape [N]; ``rng`` is not used."""
         return np.full(count, self.value)
 
 
@@ -56,7 +56,7 @@ class Uniform(Spread):
         return self
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws between ``low`` and ``high``, shape [N]."""
+        """Return ``count`` draws between ``low`` and ``high`` with the generator ``rng``, shape [N]."""
         return rng.uniform(self.low, self.high, count)
 
 
@@ -77,7 +77,7 @@ class Lognormal(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws, shape [N], each at most ``cap``."""
+        """Return ``count`` draws with the generator ``rng``, shape [N], each at most ``cap``."""
         # the underlying normal distribution has the variance log(1 + cv²) and the mean log(mean) - variance / 2
         sigma = math.sqrt(math.log1p(self.cv**2))
         return np.minimum(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma, count), self.cap or math.inf)
@@ -95,7 +95,7 @@ class Pareto(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` draws, shape [N], each at most ``cap``."""
+        """Return ``count`` draws with the generator ``rng``, shape [N], each at most ``cap``."""
         least = self.mean * (self.alpha - 1) / self.alpha
         return np.minimum(least * (1.0 + rng.pareto(self.alpha, count)), self.cap or math.inf)
 
@@ -107,7 +107,8 @@ class RecordedSpread(Spread):
     values: tuple[NonNegativeFloat, ...] = Field(min_length=1)
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
-        """Return ``count`` of the recorded values, each chosen with equal probability, shape [N]."""
+        """Return ``count`` of the recorded values, each chosen with equal probability by the generator ``rng``, shape
+        [N]."""
         return rng.choice(np.asarray(self.values, np.float64), count)
 
 

@@ -23,9 +23,9 @@ from headrace.wings.plan.costs import (
     TrainingFlops,
     TrainingRate,
 )
-from headrace.wings.plan.placement import machines_of
-from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, publish
-from headrace.wings.plan.sizing import GB, Fit, SizingRequest, rank_step, update_bytes
+from headrace.wings.plan.placement import assign_machines
+from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, estimate_publication
+from headrace.wings.plan.sizing import GB, Fit, SizingRequest, compute_rank_step, update_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
@@ -117,7 +117,7 @@ class PlanContext:
         """Return the number of accelerators that train in a choice: as many of those that do not generate as the
         learner's context, tensor, expert and replicate ranks divide."""
         free = self.cluster.count if choice.shared else self.cluster.count - choice.generation
-        step = rank_step(self.request)
+        step = compute_rank_step(self.request)
         return max(free // step, 1) * step
 
     def world(self, choice: Choice, steps: int) -> World:
@@ -193,7 +193,7 @@ class PlanContext:
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
         """Return the cost of the weight sync for a choice, with ``trainers`` ranks of the learner."""
         engines = max(1, (self.cluster.count if choice.shared else choice.generation) // self.fit.ways)
-        placed = machines_of(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
+        placed = assign_machines(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
         return self.sync_cost(choice.transport, choice.interrupt, placed, self.fit.ways)
 
     def sync_cost(
@@ -201,7 +201,8 @@ class PlanContext:
     ) -> SyncCost:
         """Return the cost of the weight sync by ``transport`` to engines of ``width`` accelerators: the measured cost,
         or a cost computed from the bytes of a version and the rates of copies, network and memory. ``placed`` is the
-        machine number of each engine, and the machine number of each rank of the learner."""
+        machine number of each engine, and the machine number of each rank of the learner. ``interrupt`` decides what
+        becomes of running sequences at a commit."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=interrupt)
         estimate = self.publication(transport, placed, width)
@@ -226,7 +227,7 @@ class PlanContext:
             gb_s = self.rates.sync_gb_s or gb_s
         embedded = self.request.engine.can.embedded
         on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
-        return publish(
+        return estimate_publication(
             PublicationRequest(
                 image_bytes=self.request.version_bytes,
                 sent_bytes=min(self.sent_bytes(), self.request.version_bytes),

@@ -43,29 +43,29 @@ def plan(
     from headrace.run.session import load_config
     from headrace.wings.plan import load_cluster, make_site
     from headrace.wings.plan import plan as search
-    from headrace.wings.plan.cluster_map import map_of, refuse_misplaced
-    from headrace.wings.plan.planning import asked_of
+    from headrace.wings.plan.cluster_map import make_cluster_map, refuse_misplaced
+    from headrace.wings.plan.planning import make_sizing_request
 
     _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
-    measured, rates = (None, None) if calibrate is None else _calibration(calibrate)
+    measured, rates = (None, None) if calibrate is None else _read_calibration(calibrate)
     file = load_cluster(cluster_file)
     if not file.cluster.of_cores:
         refuse_misplaced(config, file.cluster)
-    site = make_site(asked_of(config), file, measured, rates=rates)
+    site = make_site(make_sizing_request(config), file, measured, rates=rates)
     # cores are no places of their own: engines and learner share them
-    run_map = None if file.cluster.of_cores else map_of(config, site)
+    run_map = None if file.cluster.of_cores else make_cluster_map(config, site)
     if deploy is not None:
         _deploy(deploy, (run_file, overrides, like), file)
-    found = search(site, RealClock(), seed=seed, generation=generation or None)
+    result = search(site, RealClock(), seed=seed, generation=generation or None)
     if picture is not None:
-        from headrace.wings.plan.picture import plan_svg
+        from headrace.wings.plan.picture import draw_plan
 
-        picture.write_bytes(plan_svg(found))
+        picture.write_bytes(draw_plan(result))
     if as_json:
-        print_json({**_tree(found), "map": None if run_map is None else run_map.tree()})
+        print_json({**_make_tree(result), "map": None if run_map is None else run_map.tree()})
         return
-    _print(found, run_map)
+    _print(result, run_map)
 
 
 def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile) -> None:
@@ -74,9 +74,9 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
     from headrace.base.errors import ConfigError
     from headrace.run.session import load_config
     from headrace.wings.plan import make_site
-    from headrace.wings.plan.cluster_map import map_of
-    from headrace.wings.plan.deploy import deploy_overrides, deployment, write_deployment
-    from headrace.wings.plan.planning import asked_of
+    from headrace.wings.plan.cluster_map import make_cluster_map
+    from headrace.wings.plan.deploy import deploy_overrides, make_deployment, write_deployment
+    from headrace.wings.plan.planning import make_sizing_request
 
     run_file, overrides, like = run
     if file.cluster.of_cores:
@@ -87,19 +87,21 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
         )
     needed = deploy_overrides(load_config(run_file, overrides, like=like))
     config = load_config(run_file, [*overrides, *needed], like=like)
-    site = make_site(asked_of(config), file)
+    site = make_site(make_sizing_request(config), file)
     chosen = [*overrides, *needed]
-    write_deployment(deployment(chosen, site, map_of(config, site), file.deploy, str(directory)), directory)
+    write_deployment(
+        make_deployment(chosen, site, make_cluster_map(config, site), file.deploy, str(directory)), directory
+    )
     console(stderr=True).print(f"wrote the files of the deployment into {directory}", style="dim")
 
 
-def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
+def _print(result: SearchResult, run_map: ClusterMap | None) -> None:
     """Print the plan in words, and the map of the run file's parts."""
-    from headrace.wings.plan.planning import bound
+    from headrace.wings.plan.planning import describe_bound
     from headrace.wings.plan.words import describe
 
     out = console()
-    for line in describe(found, bound):
+    for line in describe(result, describe_bound):
         out.print(line)
     if run_map is not None:
         out.print("The parts of the run file, as it stands:")
@@ -107,16 +109,16 @@ def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
             out.print(line, soft_wrap=True)
 
 
-def _calibration(path: Path) -> tuple[Measured | None, CardRates | None]:
+def _read_calibration(path: Path) -> tuple[Measured | None, CardRates | None]:
     """Return (costs, ``None``) if ``path`` is the directory of a recorded run, and (``None``, rates) if it is a file
     that ``headrace bench gpu`` has written."""
     if path.is_file():
         from headrace.wings.plan.card import read_rates
 
         return None, read_rates(path)
-    from headrace.wings.plan.calibration import calibrated
+    from headrace.wings.plan.calibration import calibrate_from
 
-    return calibrated(path), None
+    return calibrate_from(path), None
 
 
 def _refuse_picture(picture: Path | None) -> None:
@@ -135,20 +137,20 @@ def _refuse_picture(picture: Path | None) -> None:
         )
 
 
-def _tree(found: SearchResult) -> dict[str, Any]:
-    """Return the plan as an object for ``--json``."""
-    from headrace.wings.plan.planning import bound
-    from headrace.wings.plan.search import row_of
+def _make_tree(result: SearchResult) -> dict[str, Any]:
+    """Return the plan ``result`` as an object for ``--json``."""
+    from headrace.wings.plan.planning import describe_bound
+    from headrace.wings.plan.search import make_plan_row
     from headrace.wings.plan.words import describe
 
-    named = {"asked": found.requested, "best": found.best, "synchronous": found.synchronous}
+    named = {"asked": result.requested, "best": result.best, "synchronous": result.synchronous}
     return {
-        "view": found.site.view,
-        "fit": found.site.fit,
-        **{name: row_of(found.site, each) for name, each in named.items()},
-        "tried": list(found.tried),
-        "seconds": found.seconds,
-        "words": describe(found, bound),
+        "view": result.site.view,
+        "fit": result.site.fit,
+        **{name: make_plan_row(result.site, each) for name, each in named.items()},
+        "tried": list(result.tried),
+        "seconds": result.seconds,
+        "words": describe(result, describe_bound),
     }
 
 

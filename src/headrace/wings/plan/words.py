@@ -10,7 +10,7 @@ from headrace.base.types.weights import Interrupt
 from headrace.run.observe.words import plural
 from headrace.wings.plan.planning import longest_sequence
 from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
-from headrace.wings.plan.sizing import memory_advice, spread_sizes, usable_bytes
+from headrace.wings.plan.sizing import describe_memory, spread_sizes, usable_bytes
 from headrace.wings.plan.spread import ConstantSpread
 from headrace.wings.plan.system import PlanContext
 
@@ -21,46 +21,46 @@ Bound = Callable[[Account], str]
 """A function that returns in words what limits the throughput of a run, from the account of its time."""
 
 
-def describe(found: SearchResult, bound: Bound) -> list[str]:
-    """Return the sentences of a plan, each a line: the source of the costs, the memory, the results of the run file's
-    settings and of the best settings, the effect of asynchronous training, proposed changes of settings, and the load
-    of the controller."""
-    site = found.site
+def describe(result: SearchResult, bound: Bound) -> list[str]:
+    """Return the sentences of the plan ``result``, each a line: the source of the costs, the memory, the results of the
+    run file's settings and of the best settings, the effect of asynchronous training, proposed changes of settings, and
+    the load of the controller."""
+    site = result.site
     return [
         f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_workload_source(site)}",
         f"Memory: {site.fit}.",
-        *_learner_memory(found),
-        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, found.requested, bound)}",
-        f"Best of {len(found.tried)} simulated runs ({found.seconds:.0f} s): "
-        f"{_describe_candidate(site, found.best, bound)}",
-        _compare_with_synchronous(found, bound),
-        *_proposed_changes(found),
-        *_controller_load(found),
+        *_describe_learner_memory(result),
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, result.requested, bound)}",
+        f"Best of {len(result.tried)} simulated runs ({result.seconds:.0f} s): "
+        f"{_describe_candidate(site, result.best, bound)}",
+        _compare_with_synchronous(result, bound),
+        *_propose_changes(result),
+        *_describe_controller_load(result),
     ]
 
 
-def _learner_memory(found: SearchResult) -> list[str]:
+def _describe_learner_memory(result: SearchResult) -> list[str]:
     """Return a list with the sentence on the memory of a rank of the learner under the run file's settings, where every
     accelerator that trains is a rank. The list is empty if engines and learner take turns."""
-    site = found.site
-    if found.requested.choice.shared:
+    site = result.site
+    if result.requested.choice.shared:
         return []
-    sizes = spread_sizes(site.request, longest_sequence(site.request), site.trainers(found.requested.choice))
-    return [f"{memory_advice(sizes, usable_bytes(site.cluster))}."]
+    sizes = spread_sizes(site.request, longest_sequence(site.request), site.trainers(result.requested.choice))
+    return [f"{describe_memory(sizes, usable_bytes(site.cluster))}."]
 
 
-def verdict_line(found: SearchResult, bound: Bound) -> str:
-    """Return one line for a dry run: the predicted speed of the run file's settings, and the effect of asynchronous
-    training."""
-    requested = found.requested.outcome
+def describe_verdict(result: SearchResult, bound: Bound) -> str:
+    """Return one line of the plan ``result`` for a dry run: the predicted speed of the run file's settings, and the
+    effect of asynchronous training."""
+    requested = result.requested.outcome
     return (
-        f"Plan ({found.site.cluster}; {found.site.view}): about {_rate_words(requested.tok_s)} trained tokens/s, "
-        f"a step every {time_words(requested.step_s)}, {bound(requested.account())}. "
-        f"{_compare_with_synchronous(found, bound)} {_workload_source(found.site)}"
+        f"Plan ({result.site.cluster}; {result.site.view}): about {_format_rate(requested.tok_s)} trained tokens/s, "
+        f"a step every {format_time(requested.step_s)}, {bound(requested.make_account())}. "
+        f"{_compare_with_synchronous(result, bound)} {_workload_source(result.site)}"
     )
 
 
-def _uncounted_times(site: PlanContext) -> str:
+def _warn_of_uncounted_times(site: PlanContext) -> str:
     """Return a sentence that warns that the time of environments and rewards is not counted, if both times are 0 in the
     workload; otherwise an empty text."""
     if not site.workload.turn_s == site.workload.reward_s == ConstantSpread(value=0):
@@ -71,10 +71,10 @@ def _uncounted_times(site: PlanContext) -> str:
     )
 
 
-def time_words(seconds: float) -> str:
-    """Return a time as text with enough digits, so that short times are not rounded to 0.0 s.
+def format_time(seconds: float) -> str:
+    """Return a time in ``seconds`` as text with enough digits, so that short times are not rounded to 0.0 s.
 
-    >>> time_words(71.7), time_words(0.0312)
+    >>> format_time(71.7), format_time(0.0312)
     ('71.7 s', '0.031 s')
     """
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
@@ -89,14 +89,14 @@ def _workload_source(site: PlanContext) -> str:
     kind = answers.pop("kind")
     return (
         f"Lengths of answers: {kind} ({', '.join(f'{key} {value:g}' for key, value in answers.items())}), as assumed."
-        f"{_uncounted_times(site)}"
+        f"{_warn_of_uncounted_times(site)}"
     )
 
 
-def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str:
-    """Return the settings and the simulated results of one candidate in words."""
-    choice, outcome = each.choice, each.outcome
-    account = outcome.account()
+def _describe_candidate(site: PlanContext, candidate: Candidate, bound: Bound) -> str:
+    """Return the settings and the simulated results of ``candidate`` in the context ``site`` in words."""
+    choice, outcome = candidate.choice, candidate.outcome
+    account = outcome.make_account()
     division = (
         f"all {site.cluster.count} in turn"
         if choice.shared
@@ -105,43 +105,44 @@ def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str
     )
     return (
         f"{division}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.largest_age}, lead "
-        f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate_words(outcome.tok_s)} trained "
-        f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
+        f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_format_rate(outcome.tok_s)} trained "
+        f"tokens/s, a step every {format_time(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
         f"is blocked by the sync {account.to_fraction(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
     )
 
 
-def _compare_with_synchronous(found: SearchResult, bound: Bound) -> str:
-    """Return a sentence that compares the speed of asynchronous training with the fastest synchronous run."""
-    if not found.site.fit.beside:
+def _compare_with_synchronous(result: SearchResult, bound: Bound) -> str:
+    """Return a sentence that compares the speed of asynchronous training with the fastest synchronous run of
+    ``result``."""
+    if not result.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
-    synchronous, other, subject = found.synchronous, found.requested, "Asynchrony"
+    synchronous, other, subject = result.synchronous, result.requested, "Asynchrony"
     if other.choice.flow.largest_age == 0:
-        other, subject = found.best, "The best asynchronous run"
+        other, subject = result.best, "The best asynchronous run"
         if other.choice.flow.largest_age == 0:
             return "Asynchrony gains nothing here: the fastest run is synchronous."
     ratio = other.tok_s / synchronous.tok_s
     accelerators = (
         "all accelerators in turn"
         if synchronous.choice.shared
-        else plural(synchronous.choice.generation // found.site.fit.ways, "engine")
+        else plural(synchronous.choice.generation // result.site.fit.ways, "engine")
     )
-    comparison = f"the fastest synchronous run, with {accelerators}, trains {_rate_words(synchronous.tok_s)} tokens/s"
+    comparison = f"the fastest synchronous run, with {accelerators}, trains {_format_rate(synchronous.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.account())}."
+        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.make_account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {comparison}."
-    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {comparison}."
+        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.make_account())}: {comparison}."
+    return f"{subject} changes nothing here, {bound(other.outcome.make_account())}: {comparison}."
 
 
-def _proposed_changes(found: SearchResult) -> list[str]:
-    """Return a list with one sentence: the settings to change and the gain if other settings are faster than the run
-    file's, or that no tried settings are faster."""
-    requested, best = found.requested, found.best
-    if not found.site.fit.beside:
-        return [_how_to_alternate(found)]
+def _propose_changes(result: SearchResult) -> list[str]:
+    """Return a list with one sentence on the plan ``result``: the settings to change and the gain if other settings are
+    faster than the run file's, or that no tried settings are faster."""
+    requested, best = result.requested, result.best
+    if not result.site.fit.beside:
+        return [_describe_alternating(result)]
     gain = best.tok_s / requested.tok_s - 1
     if gain <= EQUAL_WITHIN:
         return ["What was asked is as fast as anything that was tried."]
@@ -157,7 +158,7 @@ def _proposed_changes(found: SearchResult) -> list[str]:
         if old != new and not best.choice.shared
     ]
     split = "let all accelerators generate and train in turn" if best.choice.shared else (
-        f"give {best.choice.generation} of {found.site.cluster.count} accelerators to generation"
+        f"give {best.choice.generation} of {result.site.cluster.count} accelerators to generation"
     )  # fmt: skip
     batch = "; a step then trains another number of groups, which changes what is learned" if any(
         line.startswith("flow.groups_per_step") for line in assignments
@@ -165,10 +166,10 @@ def _proposed_changes(found: SearchResult) -> list[str]:
     return [f"{gain:+.0%}: {split}" + (f", set {', '.join(assignments)}" if assignments else "") + batch + "."]
 
 
-def _how_to_alternate(found: SearchResult) -> str:
+def _describe_alternating(result: SearchResult) -> str:
     """Return a sentence that names the settings with which engine and learner alternate on all devices, and says
     whether another batch size would be faster."""
-    request, turns, best = found.site.request, found.requested, found.best
+    request, turns, best = result.site.request, result.requested, result.best
     missing = ["flow.max_age = 0"] if request.flow.largest_age else []
     if request.sync.interrupt is not Interrupt.SLEEP:
         missing.append('sync.interrupt = "sleep"')
@@ -179,10 +180,10 @@ def _how_to_alternate(found: SearchResult) -> str:
     return f"{sets}; {gain:+.0%} with flow.groups_per_step = {batch}, which changes what is learned."
 
 
-def _controller_load(found: SearchResult) -> list[str]:
+def _describe_controller_load(result: SearchResult) -> list[str]:
     """Return a list with a sentence on the load of the controller; an empty list if no calibration has measured the
     controller's time per episode."""
-    outcome, measured = found.requested.outcome, found.site.measured
+    outcome, measured = result.requested.outcome, result.site.measured
     if measured is None or not measured.episode_s:
         return []
     busy = min(1.0, outcome.num_episodes * measured.episode_s / outcome.seconds)
@@ -190,6 +191,6 @@ def _controller_load(found: SearchResult) -> list[str]:
     return [f"Controller: {measured.episode_s * 1e3:.2g} ms an episode, busy {busy:.0%} of the time as asked{advice}."]
 
 
-def _rate_words(tok_s: float) -> str:
+def _format_rate(tok_s: float) -> str:
     """Return a number of tokens per second as text, with three significant digits below 10."""
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.3g}"

@@ -39,9 +39,9 @@ class Workload(Section):
     failed_share: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the episodes that end without a reward."""
 
-    def episode_tokens(self, most: float) -> tuple[float, float]:
+    def episode_tokens(self, max_answer_tokens: float) -> tuple[float, float]:
         """Return the mean number of tokens of an episode and the mean of its square, estimated from random draws.
-        Answers are cut to ``most`` tokens."""
+        Answers are cut to ``max_answer_tokens`` tokens."""
         rng = np.random.default_rng(0)
 
         def drawn(spread: Spread) -> Draws:
@@ -49,7 +49,7 @@ class Workload(Section):
             return spread.draw(rng, MEAN_DRAWS)
 
         turns_N = np.maximum(np.rint(drawn(self.turns)), 1.0)
-        answers_N = np.minimum(drawn(self.answer_tokens), most)
+        answers_N = np.minimum(drawn(self.answer_tokens), max_answer_tokens)
         tokens_N = drawn(self.prompt_tokens) + turns_N * answers_N + (turns_N - 1) * drawn(self.observed_tokens)
         return float(tokens_N.mean()), float((tokens_N**2).mean())
 
@@ -58,11 +58,14 @@ class DrawBuffer:
     """A buffer of random draws from a distribution. It draws thousands of values at a time and returns them one by one,
     because single draws are slow."""
 
-    def __init__(self, spread: Spread, rng: np.random.Generator, *, most: float = math.inf, whole: bool = True) -> None:
-        """Create the buffer. Draws above ``most`` become ``most``; with ``whole`` they are rounded to integers of at
-        least 1."""
-        self._spread, self._rng, self._most, self._whole = spread, rng, most, whole
+    def __init__(
+        self, spread: Spread, rng: np.random.Generator, *, limit: float = math.inf, whole: bool = True
+    ) -> None:
+        """Create a buffer of draws from ``spread`` by the generator ``rng``. Draws above ``limit`` become ``limit``;
+        with ``whole`` they are rounded to integers of at least 1."""
+        self._spread, self._rng, self._limit, self._whole = spread, rng, limit, whole
         self._drawn: list[float] = []
+        """Draws that were not returned yet, in reverse order."""
 
     def next(self) -> float:
         """Return the next draw."""
@@ -72,7 +75,7 @@ class DrawBuffer:
 
     def _draw_chunk(self) -> Draws:
         """Return new draws to refill the buffer, limited to the upper bound and, for whole numbers, rounded."""
-        drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._most)
+        drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._limit)
         return np.maximum(np.rint(drawn_N), 1.0) if self._whole else drawn_N
 
 
@@ -85,7 +88,7 @@ class WorkloadDraws:
         Answers longer than ``max_new_tokens`` are cut."""
         self.prompts = DrawBuffer(workload.prompt_tokens, streams[0])
         """Number of tokens of a task's prompt."""
-        self.answers = DrawBuffer(workload.answer_tokens, streams[1], most=max_new_tokens)
+        self.answers = DrawBuffer(workload.answer_tokens, streams[1], limit=max_new_tokens)
         """Number of tokens of one answer."""
         self.turns = DrawBuffer(workload.turns, streams[2])
         """Number of answers of an episode."""

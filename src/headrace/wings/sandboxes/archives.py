@@ -26,10 +26,10 @@ class RefusedFile(ValueError):
 def read_inside(path: Path, root: Path) -> bytes:
     """Return the content of a file in the folder ``root``. Raises :class:`RefusedFile` if the path, with links
     resolved, lies outside or is not a regular file, and ``OSError`` if it cannot be read."""
-    return _content(resolved_inside(path, root))[0]
+    return _read_content(resolve_inside(path, root))[0]
 
 
-def resolved_inside(path: Path, root: Path) -> Path:
+def resolve_inside(path: Path, root: Path) -> Path:
     """Return the path of a file or folder in ``root`` with links resolved. Raises :class:`RefusedFile` if it lies
     outside, and ``OSError`` if it does not exist."""
     try:
@@ -41,7 +41,7 @@ def resolved_inside(path: Path, root: Path) -> Path:
     return found
 
 
-def packed_files(
+def pack_files(
     pairs: Iterable[tuple[Path, str]],
     root: Path,
     *,
@@ -55,7 +55,7 @@ def packed_files(
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for path, target in pairs:
-            source = resolved_inside(path, root)
+            source = resolve_inside(path, root)
             members = (
                 _members_below(source, target, root.resolve(), leaves_out) if source.is_dir() else [(source, target)]
             )
@@ -65,8 +65,8 @@ def packed_files(
 
 
 async def unpack(session: SandboxSession, archive: bytes) -> None:
-    """Unpack an archive of :func:`packed_files` in a session. Where the session has a link to a folder, the files go
-    into that folder, as in docker. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be written."""
+    """Unpack an archive of :func:`pack_files` in a session. Where the session has a link to a folder, the files go into
+    that folder, as in docker. Raises :class:`~headrace.base.errors.EpisodeError` if they cannot be written."""
     await session.unpack(archive, "-m", "--keep-directory-symlink")
 
 
@@ -138,12 +138,12 @@ def _add(archive: tarfile.TarFile, path: Path, name: str, mode: int | None) -> N
         if member.name not in ("", "."):
             archive.addfile(member)
     else:
-        content, own_mode = _content(path)
+        content, own_mode = _read_content(path)
         member.size, member.mode = len(content), own_mode if mode is None else mode
         archive.addfile(member, io.BytesIO(content))
 
 
-def _content(path: Path) -> tuple[bytes, int]:
+def _read_content(path: Path) -> tuple[bytes, int]:
     """Return the content and the permission bits of a file. Raises :class:`RefusedFile` if it is not a regular file."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:

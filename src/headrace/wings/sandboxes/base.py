@@ -44,7 +44,7 @@ MAX_WORD_BYTES = 131_072
 MAX_LIFE_S = 1e9
 """The upper bound of a session's lifetime (``SandboxSpec.life_s``), in seconds; it is excluded."""
 MAX_COMMAND_BYTES = 100_000
-"""The greatest length of a command in bytes of UTF-8. The kernel's limit of one argument is 128 KiB."""
+"""The maximum length of a command in bytes of UTF-8. The kernel's limit of one argument is 128 KiB."""
 PROGRAMS = {
     name: next((path for path in (f"/usr/bin/{name}", f"/bin/{name}") if os.path.exists(path)), f"/bin/{name}")
     for name in ("bash", "cat", "mkdir", "tar")
@@ -115,7 +115,7 @@ done
 """Unpack a tar archive from the standard input. A file that existed before keeps its mode. Arguments: the path of tar,
 then for each file a flag (``x``: make it executable; or empty) and its path."""
 FILES_AT_ONCE = 200
-"""The greatest number of files that one program writes: their paths are its arguments."""
+"""The largest number of files that one program writes: their paths are its arguments."""
 
 
 class SessionEnded(EpisodeError):
@@ -123,8 +123,7 @@ class SessionEnded(EpisodeError):
 
 
 class DriverLost(EnvError):
-    """The error of a driver that cannot start sessions any more, because its host process has ended. Open the driver
-    again."""
+    """The error of a driver that cannot start sessions any more, because its host process has ended: open it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +218,7 @@ class SandboxSession(ABC):
         self.ended = ""
         """Why the session has ended; empty while it runs."""
         self._turn = asyncio.Lock()
+        """Held during each call, so that calls run one at a time."""
 
     def first_variables(self) -> dict[str, str]:
         """Return the variables with which the first command of the session begins."""
@@ -233,8 +233,9 @@ class SandboxSession(ABC):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run the program ``argv`` until it ends, and return its result. Its background processes go on, but a limit
-        ends them with the program. Raises :class:`SessionEnded` if the session ends during the call."""
+        """Run the program ``argv`` in ``directory`` with ``variables`` and the input ``stdin`` until it ends or exceeds
+        one of ``limits``; return its result. Its background processes go on, but a limit ends them with the program.
+        Raises :class:`SessionEnded` if the session ends during the call."""
 
     @abstractmethod
     async def end_background(self) -> int:
@@ -246,23 +247,22 @@ class SandboxSession(ABC):
 
     @abstractmethod
     async def take_files(self) -> Any:
-        """Return the present files for a snapshot, in a form of the driver. The caller makes sure that no process
-        runs."""
+        """Return the present files for a snapshot, in a form of the driver. The caller ensures that no process runs."""
 
     @abstractmethod
     async def stop(self) -> None:
         """End the session, and remove its processes and files. Do nothing if the session has ended."""
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> Finished:
-        """Run a command in a shell, and return the result. The next command begins in the directory and with the
-        exported variables with which this command ends. ``detail`` of the result says if this state was lost, as after
-        ``exec``.
+        """Run a command in a shell with the standard input ``stdin``, and return the result. The next command begins in
+        the directory and with the exported variables with which this command ends. ``detail`` of the result says if
+        this state was lost, as after ``exec``.
 
         ``limits``, if given, replace the limits of the spec for this command: time, output, file size, and the limits
         of each process. Raises :class:`~headrace.base.errors.EpisodeError` for a command that is too long or that the
         kernel does not accept as an argument.
         """
-        if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
+        if not _is_clean(command) or len(_encode(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
                 f"a command of {len(command)} characters cannot be given to a shell",
                 remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: "
@@ -272,14 +272,15 @@ class SandboxSession(ABC):
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
         async with self._running():
             done = await self._execute(argv, stdin, limits or self.spec.limits)
-            lost = self._take_state(done.state)
-        return _finished(done, lost if done.reason is Reason.EXITED else "")
+            lost = self._set_state(done.state)
+        return _make_finished(done, lost if done.reason is Reason.EXITED else "")
 
     async def run_apart(
         self, script: str, *arguments: str, stdin: bytes = b"", limits: SandboxLimits | None = None
     ) -> Execution:
         """Run a script of bash, and return the result in bytes. The script runs in ``/`` and neither uses nor changes
-        the directory and the variables of the session's shell. ``arguments`` are its ``$1``, ``$2``, and so on."""
+        the directory and the variables of the session's shell. ``arguments`` are its ``$1``, ``$2``, and so on.
+        ``stdin`` is its standard input, and ``limits`` are its limits (``None``: those of the spec)."""
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
         used_limits = limits or self.spec.limits
         async with self._running():
@@ -309,7 +310,7 @@ class SandboxSession(ABC):
         for path in files:
             _refuse_path(path)
         contents = [
-            (posixpath.normpath(posixpath.join(self.directory, path)), _content(path, files[path])) for path in files
+            (posixpath.normpath(posixpath.join(self.directory, path)), _to_bytes(path, files[path])) for path in files
         ]
         async with self._running():
             for start in range(0, len(contents), FILES_AT_ONCE):
@@ -328,7 +329,7 @@ class SandboxSession(ABC):
             self.programs["tar"],
             *words,
         ]
-        await self._pass_archive(argv, _packed(files))
+        await self._pass_archive(argv, _pack(files))
 
     async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
         """Return a snapshot of the files and of the shell. A snapshot contains no processes: with ``end_background``,
@@ -398,7 +399,7 @@ class SandboxSession(ABC):
                 reason="session_file",
             )
 
-    def _take_state(self, state: bytes) -> str:
+    def _set_state(self, state: bytes) -> str:
         """Set the directory and the variables of the next command to ``state``, the state pipe's content as
         :data:`_SHELL_SCRIPT` writes it. Return in words which part was lost; empty if nothing was. Other content comes
         from the command itself, and changes nothing."""
@@ -407,7 +408,7 @@ class SandboxSession(ABC):
             return "the next command begins where this one began: its shell was replaced, or could not tell its state"
         pairs = [entry.decode("utf-8", "surrogateescape").partition("=") for entry in entries[:-2]]
         self.directory = directory[:-1].decode("utf-8", "surrogateescape")
-        self.variables = without_own({name: value for name, found, value in pairs if name and found})
+        self.variables = remove_own_variables({name: value for name, found, value in pairs if name and found})
         lost = [name for name, found, _ in pairs if not found]
         return f"too long to be given to a program, and lost: {', '.join(lost)}" if lost else ""
 
@@ -437,7 +438,7 @@ class SandboxDriver(ABC):
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> SandboxSession:
-        """Start a session with the files of its image, or without files. Raises
+        """Start a session as ``spec`` describes it, with the files of its image, or without files. Raises
         :class:`~headrace.base.errors.EpisodeError` if it cannot start."""
 
     @abstractmethod
@@ -473,7 +474,7 @@ class SandboxDriver(ABC):
         await self.close()
 
 
-def without_own(variables: Mapping[str, str]) -> dict[str, str]:
+def remove_own_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without the variables that every shell, or :data:`_SHELL_SCRIPT`, sets itself."""
     return {
         name: value
@@ -482,7 +483,7 @@ def without_own(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def unusable_snapshot() -> EpisodeError:
+def make_unusable_snapshot_error() -> EpisodeError:
     """Return the error for a fork of a snapshot that was released or belongs to another driver."""
     return EpisodeError(
         "the snapshot has been released, or is one of another driver",
@@ -526,7 +527,7 @@ def _refuse_variable(name: str, value: str) -> None:
         raise ConfigError(
             f"variables[{name!r}] cannot be set", remedy="give names without '=', and texts of UTF-8 without zero bytes"
         )
-    if (size := len(_encoded(f"{name}={value}"))) >= MAX_WORD_BYTES:
+    if (size := len(_encode(f"{name}={value}"))) >= MAX_WORD_BYTES:
         raise ConfigError(
             f"variables[{name!r}] has {size} bytes, which no program can be given",
             remedy=f"keep it under {MAX_WORD_BYTES} bytes: write a file",
@@ -534,17 +535,15 @@ def _refuse_variable(name: str, value: str) -> None:
 
 
 def _is_clean(text: str) -> bool:
-    """Return whether the kernel accepts a text as an argument or a file name: it has no zero bytes and no lone
-    surrogates."""
+    """Return whether the kernel accepts ``text`` as an argument or file name: no zero byte, no lone surrogate."""
     try:
-        return b"\0" not in _encoded(text)
+        return b"\0" not in _encode(text)
     except UnicodeEncodeError:
         return False
 
 
-def _encoded(text: str) -> bytes:
-    """Return a text as the bytes of an argument. Characters of Python's ``surrogateescape`` become the bytes that they
-    stand for."""
+def _encode(text: str) -> bytes:
+    """Return ``text`` as the bytes of an argument, also the bytes that ``surrogateescape`` has read as characters."""
     return text.encode("utf-8", "surrogateescape")
 
 
@@ -558,13 +557,13 @@ def _refuse_path(path: str) -> None:
         )
 
 
-def _content(path: str, content: str | bytes) -> bytes:
+def _to_bytes(path: str, content: str | bytes) -> bytes:
     """Return the content of the file ``path`` as bytes, text as UTF-8. Raises
     :class:`~headrace.base.errors.EpisodeError` for a text with lone surrogates."""
     if isinstance(content, bytes):
         return content
     try:
-        return _encoded(content)
+        return _encode(content)
     except UnicodeEncodeError as error:
         raise EpisodeError(
             f"the text of the file {path!r} cannot be written: {error}",
@@ -573,7 +572,7 @@ def _content(path: str, content: str | bytes) -> bytes:
         ) from None
 
 
-def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
+def _pack(files: Sequence[tuple[str, bytes]]) -> bytes:
     """Return a tar archive of files, given as pairs of full path and content."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -584,7 +583,7 @@ def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
-def _finished(done: Execution, lost: str) -> Finished:
+def _make_finished(done: Execution, lost: str) -> Finished:
     """Return ``done`` as the result of a command, with its outputs as text. ``lost`` says in words which part of the
     shell's state was lost."""
     stdout, stderr = (output.decode("utf-8", "replace") for output in (done.stdout, done.stderr))

@@ -12,9 +12,9 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
 
 MOST_NAMES = 12
-"""The greatest number of changed files that are named; further files are only counted."""
+"""The largest number of changed files that are named; further files are only counted."""
 MOST_BYTES = 8 * MIB
-"""The greatest size of a list of files in bytes. For a directory with a longer list no changes are reported."""
+"""The largest size of a list of files in bytes. For a directory with a longer list no changes are reported."""
 LIST_S = 10.0
 """The longest time to list the files, in seconds."""
 _PLAIN = re.compile(r"[\w./@+=%-]+")
@@ -28,10 +28,12 @@ class FileChanges:
     its ``ctime`` differs, which programs cannot set."""
 
     def __init__(self, directory: str) -> None:
-        """Observe the files below ``directory``."""
+        """Create the object, which observes the files below ``directory``."""
         self._directory = directory
         self._session: SandboxSession | None = None
+        """The observed session; ``None`` before its first command."""
         self._before: Mapping[str, str] | None = None
+        """The ``ctime`` of each file before the last command, by name; ``None`` if the files could not be listed."""
 
     async def begin(self, session: SandboxSession) -> None:
         """List the files of ``session`` before its first command; do nothing for a session that is observed already."""
@@ -39,8 +41,8 @@ class FileChanges:
             self._session, self._before = session, await self._list(session)
 
     async def describe_new_changes(self, session: SandboxSession) -> str:
-        """Return the changes since the last list in words: ``+ new, ~ changed, - deleted``, with names relative to the
-        directory. Return an empty text if nothing has changed or the files cannot be listed."""
+        """Return the changes in ``session`` since the last list in words: ``+ new, ~ changed, - deleted``, with names
+        relative to the directory. Return an empty text if nothing has changed or the files cannot be listed."""
         before, self._before = self._before, await self._list(session)
         return "" if before is None or self._before is None else describe_changes(before, self._before)
 
@@ -58,14 +60,14 @@ class FileChanges:
 
 
 def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Return in words how two lists of files (``ctime`` by name) differ."""
-    found = [f"+ {_quoted(name)}" for name in sorted(after.keys() - before.keys())]
-    found += [f"~ {_quoted(name)}" for name in sorted(after.keys() & before.keys()) if after[name] != before[name]]
-    found += [f"- {_quoted(name)}" for name in sorted(before.keys() - after.keys())]
+    """Return in words how two lists of files (``ctime`` by name), ``before`` and ``after`` a command, differ."""
+    found = [f"+ {_quote(name)}" for name in sorted(after.keys() - before.keys())]
+    found += [f"~ {_quote(name)}" for name in sorted(after.keys() & before.keys()) if after[name] != before[name]]
+    found += [f"- {_quote(name)}" for name in sorted(before.keys() - after.keys())]
     more = len(found) - MOST_NAMES
     return ", ".join([*found[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
 
 
-def _quoted(name: str) -> str:
+def _quote(name: str) -> str:
     """Return the name of a file as it is shown: quoted unless it is plain."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)

@@ -91,16 +91,18 @@ class _Expansion:
     """A parser that expands the variables of one text."""
 
     def __init__(self, text: str, variables: Mapping[str, str]) -> None:
-        """Create a parser at the start of ``text``."""
-        self._text, self._variables, self._at = text, variables, 0
+        """Create a parser at the start of ``text``, which expands ``variables``."""
+        self._text, self._variables = text, variables
+        self._at = 0
+        """Index of the next character in the text."""
 
-    def read(self, until: str = "") -> str:
-        """Return the expanded text up to its end, or up to the character ``until``, which is consumed."""
+    def read(self, end: str = "") -> str:
+        """Return the expanded text up to its end, or up to the character ``end``, which is consumed."""
         parts: list[str] = []
         quoted = False
         while self._at < len(self._text):
             character = self._next_character()
-            if character == until and not quoted:
+            if character == end and not quoted:
                 return "".join(parts)
             if character == '"':
                 quoted = not quoted
@@ -110,7 +112,7 @@ class _Expansion:
                 parts.append(self._escaped(quoted))
             else:
                 parts.append(self._variable() if character == "$" else character)
-        if quoted or until:
+        if quoted or end:
             raise ValueError(f"{self._text!r} has an opening {'quote' if quoted else 'brace'} without its end")
         return "".join(parts)
 
@@ -146,33 +148,34 @@ class _Expansion:
         return self._braced_value(match[0], value) if braced else value or ""
 
     def _braced_value(self, name: str, value: str | None) -> str:
-        """Return the value of a variable in braces, after its operator (``-``, ``+``, ``?``, each also after a colon)
-        is applied."""
-        how = self._next_character()
-        if how == "}":
+        """Return the value of the variable ``name`` in braces, whose plain ``value`` is ``None`` if it is not set,
+        after its operator (``-``, ``+``, ``?``, each also after a colon) is applied."""
+        operator = self._next_character()
+        if operator == "}":
             return value or ""
-        if how == ":":
-            value, how = value or None, self._next_character()
-        if how not in ("-", "+", "?"):
+        if operator == ":":
+            value, operator = value or None, self._next_character()
+        if operator not in ("-", "+", "?"):
             raise ValueError(f"{self._text!r} has a form of variables that is not supported")
         other = self.read("}")
-        if how == "?" and value is None:
+        if operator == "?" and value is None:
             raise ValueError(f"the variable {name} is not set: {other}")
-        if how == "+":
+        if operator == "+":
             return "" if value is None else other
         return other if value is None else value
 
 
 def read_dockerfile(text: str, name: str) -> tuple[str, tuple[BuildStep, ...]]:
-    """Return the image and the steps of a Dockerfile. Raises :class:`~headrace.base.errors.DataError`, with the task's
-    ``name``, for an instruction that a session cannot carry out.
+    """Return the image and the steps of the Dockerfile with the content ``text``. Raises
+    :class:`~headrace.base.errors.DataError`, with the task's ``name``, for an instruction that a session cannot carry
+    out.
 
     >>> read_dockerfile("ARG V=3.12\\nFROM python:$V\\nRUN echo a && \\\\\\n  echo b", "it")[1][0].words
     ('/bin/sh', '-c', 'echo a &&   echo b')
     """
     reader = _Reader(name)
     if (escape := _ESCAPE.match(text)) and escape[1] != "\\":
-        raise reader.refused(text.splitlines()[0])
+        raise reader.make_refusal(text.splitlines()[0])
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     for line in _CONTINUED.sub("", "\n".join(lines)).splitlines():
         if line.strip():
@@ -188,25 +191,28 @@ class _Reader:
     def __init__(self, name: str) -> None:
         """Create a parser for the Dockerfile of the task ``name``."""
         self.image = ""
+        """The name of the image; empty before ``FROM``."""
         self.steps: list[BuildStep] = []
         self._name = name
         self._arguments: dict[str, str] = {}
+        """The defaults of ``ARG`` before ``FROM``, by name."""
         self._shell = _SHELL
+        """The program and its arguments that run a shell command, as ``SHELL`` sets them."""
 
-    def refused(self, line: str) -> DataError:
-        """Return the error for an instruction that sessions do not support."""
+    def make_refusal(self, line: str) -> DataError:
+        """Return the error for the instruction ``line``, which sessions do not support."""
         return DataError(
             f"the task {self._name} has {line[:120]!r} in its Dockerfile, which sessions do not support",
             remedy="write it as RUN, COPY, ENV, ARG, WORKDIR of one stage, run by root",
         )
 
     def read(self, line: str) -> None:
-        """Parse one instruction, and add its step. Raises :class:`~headrace.base.errors.DataError` if it is not
-        supported or not valid."""
+        """Parse the instruction ``line``, and add its step. Raises :class:`~headrace.base.errors.DataError` if it is
+        not supported or not valid."""
         kind, rest = _split(line)
         try:
             if not self._read(kind.upper(), rest):
-                raise self.refused(line)
+                raise self.make_refusal(line)
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
@@ -215,11 +221,11 @@ class _Reader:
             ) from None
 
     def _read(self, kind: str, rest: str) -> bool:
-        """Parse one instruction, given its name and its arguments; return whether it is supported."""
+        """Parse one instruction, given its name ``kind`` and its arguments ``rest``; return whether it is supported."""
         if kind == "FROM":
-            return not self.image and self._from(_words(rest))
+            return not self.image and self._from(_split_words(rest))
         if kind == "ARG":
-            return self._argument(_words(rest))
+            return self._argument(_split_words(rest))
         if not self.image:
             return False
         if kind == "RUN":
@@ -227,15 +233,15 @@ class _Reader:
         if kind in ("COPY", "ADD"):
             return self._copy(kind, rest)
         if kind == "SHELL":
-            self._shell = _listed(rest) or ()
+            self._shell = _parse_list(rest) or ()
             return bool(self._shell)
         if kind == "ENV":
-            self._add(kind, _pairs(rest))
+            self._add(kind, _parse_pairs(rest))
         elif kind == "WORKDIR":
             expand(rest, {})
             self._add(kind, (rest,))
         elif kind == "ENTRYPOINT":
-            return all(posixpath.basename(word) in _STARTERS for word in _listed(rest) or rest.split() or ())
+            return all(posixpath.basename(word) in _STARTERS for word in _parse_list(rest) or rest.split() or ())
         elif kind == "USER":
             return rest in _ROOT  # a session has one user, who owns all its files
         else:
@@ -265,18 +271,19 @@ class _Reader:
             elif given:
                 self._add("ARG", (name, value))
             elif name in self._arguments:
-                self._add("ARG", (name, _literal(self._arguments[name])))
+                self._add("ARG", (name, _escape(self._arguments[name])))
         return bool(words)
 
     def _run(self, rest: str) -> bool:
         """Parse ``RUN``, with a program and its arguments or with a shell command; return whether it is supported."""
         if _HERE_DOCUMENT.search(rest) or rest.startswith("--") or not rest:
             return False
-        self._add("RUN", _listed(rest) or (*self._shell, rest))
+        self._add("RUN", _parse_list(rest) or (*self._shell, rest))
         return True
 
     def _copy(self, kind: str, rest: str) -> bool:
-        """Parse ``COPY``, or ``ADD`` of local files; return whether its options and sources are supported."""
+        """Parse ``COPY``, or ``ADD`` of local files, given its name ``kind`` and its arguments ``rest``; return whether
+        its options and sources are supported."""
         if _HERE_DOCUMENT.search(rest):
             return False
         mode = None
@@ -287,7 +294,7 @@ class _Reader:
                 mode = int(value, 8) & 0o777
             elif not (name == "--chown" and value in _ROOT) and option not in ("--link", "--link=true"):
                 return False
-        words = _listed(rest) or tuple(_words(rest))
+        words = _parse_list(rest) or tuple(_split_words(rest))
         if len(words) < 2 or (kind == "ADD" and any("://" in word or word.startswith("git@") for word in words)):
             return False
         for word in words:
@@ -302,21 +309,23 @@ def _split(text: str) -> tuple[str, str]:
     return first, rest[0].strip() if rest else ""
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     """Return the words of a text, quotes included. Raises ``ValueError`` for a quote that is not closed."""
     if _WORD.sub("", text).strip():
         raise ValueError(f"{text[:80]!r} has an opening quote without its end")
     return _WORD.findall(text)
 
 
-def _pairs(rest: str) -> tuple[str, ...]:
+def _parse_pairs(rest: str) -> tuple[str, ...]:
     """Return the names and values of ``ENV`` alternately. Raises ``ValueError`` if a name or a value is missing."""
     name, _, value = rest.partition(" ")
     if "=" not in name:
         pairs = [(name, value.strip())]
     else:
-        pairs = [(left, right) for left, _, right in (word.partition("=") for word in _words(rest) if "=" in word)]
-        if len(pairs) != len(_words(rest)):
+        pairs = [
+            (left, right) for left, _, right in (word.partition("=") for word in _split_words(rest) if "=" in word)
+        ]
+        if len(pairs) != len(_split_words(rest)):
             raise ValueError("a variable has no value")
     for left, right in pairs:
         expand(right, {})
@@ -325,7 +334,7 @@ def _pairs(rest: str) -> tuple[str, ...]:
     return tuple(word for pair in pairs for word in pair)
 
 
-def _listed(rest: str) -> tuple[str, ...] | None:
+def _parse_list(rest: str) -> tuple[str, ...] | None:
     """Return the strings of a JSON list, docker's exec form; ``None`` for another text."""
     if not rest.startswith("["):
         return None
@@ -336,6 +345,6 @@ def _listed(rest: str) -> tuple[str, ...] | None:
     return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
 
-def _literal(text: str) -> str:
+def _escape(text: str) -> str:
     """Return ``text`` escaped, so that :func:`expand` returns it unchanged."""
     return re.sub(r"([\\\"'$])", r"\\\1", text)

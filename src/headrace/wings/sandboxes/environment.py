@@ -30,7 +30,7 @@ from headrace.wings.sandboxes.building import task_directory
 from headrace.wings.sandboxes.changes import FileChanges
 from headrace.wings.sandboxes.grading import grade
 from headrace.wings.sandboxes.moments import ForkedWorld
-from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
+from headrace.wings.sandboxes.settings import WorldSettings, get_task_key, validate_settings
 from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import WorldConfig, now_s, shared_worlds
 
@@ -109,22 +109,29 @@ class ShellEnv(Env):
     def __init__(self, **options: Any) -> None:
         """Read ``env.options`` as :class:`ShellSettings`. Raises :class:`~headrace.base.errors.EnvError` for an invalid
         setting."""
-        self.settings = read_settings(ShellSettings, options)
+        self.settings = validate_settings(ShellSettings, options)
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
         self._servers = AsyncExitStack()
+        """The MCP servers of the episode, which :meth:`close` ends."""
         self._task: TaskDirectory | None = None
+        """The task of the episode; ``None`` before :meth:`reset`."""
         self._world: ForkedWorld | None = None
+        """The world of the attempt; ``None`` before :meth:`reset`."""
         self._changes: FileChanges | None = None
+        """Finds the files that each command has changed; ``None`` if they are not recorded."""
         self._columns: dict[str, str | float] = {}
+        """The columns that are recorded with the present answer."""
         self._commands = 0
+        """Number of commands that the agent has run."""
         self._until_s = 0.0
+        """Time at which the agent's time is over."""
 
     async def reset(self, task: Mapping[str, Any]) -> Messages:
         """Begin an episode: fork the world of the task, start the MCP servers, and return the system prompt and the
         instruction."""
         self._task = self.settings.read_task(task)
         worlds = shared_worlds(self.settings.worlds)
-        key = task_key(task)
+        key = get_task_key(task)
         self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self._attempt_kind)
         if self._world.session is not None:
             self.settings.refuse_unguarded(self._world.session)
@@ -139,8 +146,8 @@ class ShellEnv(Env):
         return [*messages, Message(role="user", content=self._task.instruction)]
 
     async def step(self, message: Message) -> StepResult:
-        """Run the command of an answer, and return its output. At the end of the episode, run the tests, and return the
-        reward."""
+        """Run the command of the answer ``message``, and return its output. At the end of the episode, run the tests,
+        and return the reward."""
         result = await self._act(message)
         extra, self._columns = self._columns, {}
         return msgspec.structs.replace(result, extra=extra)
@@ -213,7 +220,7 @@ class ShellEnv(Env):
             if error.reason != mcp.FAILED or self._left_s() > 0:
                 raise
             return msgspec.structs.replace(answer, content="[the call was ended: wall time]")
-        return msgspec.structs.replace(done, content=self._shortened(done.content))
+        return msgspec.structs.replace(done, content=self._shorten(done.content))
 
     def _left_s(self) -> float:
         """Return the time that the agent has left, in seconds; negative after its end."""
@@ -268,14 +275,14 @@ class ShellEnv(Env):
 
     def _observation(self, done: Finished) -> str:
         """Return the text that the model reads about a command's result: output, exit code, and lost state."""
-        text = self._shortened(done.stdout + done.stderr)
+        text = self._shorten(done.stdout + done.stderr)
         if done.reason is not Reason.EXITED:
             return f"{text}\n[the command was ended: {done.reason.replace('_', ' ')}]".lstrip("\n")
         ending = f"[exit code {done.exit_code}]" if done.exit_code or not text.strip() else ""
         lost = f"[{done.detail}]" if done.detail else ""
         return "\n".join(part for part in (text.rstrip("\n"), ending, lost) if part)
 
-    def _shortened(self, text: str) -> str:
+    def _shorten(self, text: str) -> str:
         """Return a text, or its beginning and its end if it has more than ``output_chars`` characters."""
         most = self.settings.output_chars
         if len(text) <= most:

@@ -10,9 +10,9 @@ import shlex
 
 from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes import swe
-from headrace.wings.sandboxes.archives import RefusedFile, packed_files, unpack
+from headrace.wings.sandboxes.archives import RefusedFile, pack_files, unpack
 from headrace.wings.sandboxes.base import SandboxSession
-from headrace.wings.sandboxes.building import task_directory, variables_of
+from headrace.wings.sandboxes.building import collect_variables, task_directory
 from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
@@ -39,10 +39,10 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     if task.named is not None:
         session.variables = {**session.first_variables(), **_ALONE, **task.test_variables}
         return await swe.grade(session, task, task.named)
-    session.variables = {**variables_of(session, task), **_ALONE, **task.test_variables}
+    session.variables = {**collect_variables(session, task), **_ALONE, **task.test_variables}
     assert task.tests is not None
     directory = session.directory = task_directory(task, session.base_variables)
-    archives = await asyncio.to_thread(_packed_tests, task)
+    archives = await asyncio.to_thread(_pack_tests, task)
     removed = "/tests /logs"  # they may be links, or folders without permissions
     if directory != "/":  # pytest would read them as the settings of /tests
         removed += "".join(f" /{name}" for name in _PYTEST_FILES)
@@ -61,16 +61,16 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     done = await run_tests(session, task.test_command, task.tests_s)
     if task.prints_pytest:
         return TestsReward(reward=_pytest_reward(done.stdout), ended=done.ended)
-    return await _reward_of_files(session, task, done.ended)
+    return await _read_reward_files(session, task, done.ended)
 
 
-def _packed_tests(task: TaskDirectory) -> list[bytes]:
+def _pack_tests(task: TaskDirectory) -> list[bytes]:
     """Return the tests of a task as two tar archives. Raises :class:`~headrace.base.errors.EpisodeError` for files that
     must not be copied."""
     assert task.tests is not None
     try:
         more = [(path, f"/tests/{path.name}") for path in task.more_tests]
-        return [packed_files([(task.tests, "/tests")], task.tests), packed_files(more, task.tests.parent)]
+        return [pack_files([(task.tests, "/tests")], task.tests), pack_files(more, task.tests.parent)]
     except (RefusedFile, OSError) as error:
         raise EpisodeError(
             f"the tests of the task {task.name} cannot be read: {error}",
@@ -86,36 +86,36 @@ def _pytest_reward(stdout: str) -> float:
     return float("PASSED" in outcomes and not {"FAILED", "ERROR"} & set(outcomes))
 
 
-async def _reward_of_files(session: SandboxSession, task: TaskDirectory, ended: str) -> TestsReward:
-    """Return the reward that the tests have written to ``reward.json`` or ``reward.txt``: a number, or JSON with the
-    key ``reward`` or with one number. ``ended`` names the limit that ended the tests; empty: none did. Tests without a
-    result give 0."""
+async def _read_reward_files(session: SandboxSession, task: TaskDirectory, end_reason: str) -> TestsReward:
+    """Return the reward that the tests of ``task`` have written in ``session`` to ``reward.json`` or ``reward.txt``: a
+    number, or JSON with the key ``reward`` or with one number. ``end_reason`` names the limit that ended the tests;
+    empty: none did. Tests without a result give 0."""
     texts = {}
     for name in ("reward.json", "reward.txt"):
         path = f"{REWARDS}/{name}"
         if (await session.run_apart("[[ -e $1 || -L $1 ]]", path)).status != 0:
             continue
         if (await session.run_apart("[[ -f $1 ]]", path)).status != 0:  # reading a pipe would never end
-            ended = ended or f"{name} is no plain file"
+            end_reason = end_reason or f"{name} is no plain file"
             continue
         try:
             texts[name] = (await session.read(path, 1 << 16)).decode("utf-8", "replace").strip()
         except EpisodeError as error:
             if error.reason != "session_file":
                 raise
-            ended = ended or f"{name} cannot be read"
+            end_reason = end_reason or f"{name} cannot be read"
     if not texts:
-        return TestsReward(reward=0.0, ended=ended)
+        return TestsReward(reward=0.0, ended=end_reason)
     name, text = next(iter(texts.items()))
-    if not text and not ended and (await session.run_apart(_HAS_ROOM, f"{REWARDS}/room")).status != 0:
-        ended = "the disk is full"
-    if not text and ended:
-        return TestsReward(reward=0.0, ended=ended)
-    return TestsReward(reward=_number_in(text, name, task), ended=ended)
+    if not text and not end_reason and (await session.run_apart(_HAS_ROOM, f"{REWARDS}/room")).status != 0:
+        end_reason = "the disk is full"
+    if not text and end_reason:
+        return TestsReward(reward=0.0, ended=end_reason)
+    return TestsReward(reward=_parse_reward(text, name, task), ended=end_reason)
 
 
-def _number_in(text: str, name: str, task: TaskDirectory) -> float:
-    """Return the reward in ``text``, the content of the file ``name``. Raises
+def _parse_reward(text: str, name: str, task: TaskDirectory) -> float:
+    """Return the reward in ``text``, the content of the file ``name`` that the tests of ``task`` have written. Raises
     :class:`~headrace.base.errors.EpisodeError` if it contains no finite number."""
     try:
         value = json.loads(text)

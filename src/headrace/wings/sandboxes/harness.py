@@ -23,7 +23,7 @@ from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes import SandboxSession
 from headrace.wings.sandboxes.grading import grade
-from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
+from headrace.wings.sandboxes.settings import WorldSettings, get_task_key, validate_settings
 from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import shared_worlds
 
@@ -33,9 +33,9 @@ COMMAND_S = 60.0
 """The time limit of commands that build the environment of a task and have no limit of their own, in seconds."""
 GIB = 1 << 30
 OUTPUT_BYTES = 16 * MIB
-"""The greatest size of a program's output and error output together, in bytes; tests run after that."""
+"""The largest size of a program's output and error output together, in bytes; tests run after that."""
 KEPT_BYTES = 64 * MIB
-"""The greatest size of a file to keep, in bytes."""
+"""The largest size of a file to keep, in bytes."""
 FIRST_PORT = 1024
 """The smallest port on which a user other than root can listen."""
 QUOTED = 600
@@ -77,21 +77,23 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
     """Run the program of ``env.options`` (a :class:`HarnessSettings`) on the task of a row, and return an episode with
     the reward of the tests. The program calls the model at ``policy.base_url``. Raises
     :class:`~headrace.base.errors.EpisodeError` if the environment cannot be built or the program fails."""
-    settings = read_settings(HarnessSettings, options)
+    settings = validate_settings(HarnessSettings, options)
     assigned = settings.read_task(task)
     endpoint = urlsplit(policy.base_url)
     address_bytes = int(settings.address_space_gb * GIB)
     forwards = ((_inner_port(endpoint), f"{endpoint.hostname}:{endpoint.port}"),)
     worlds = shared_worlds(settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards))
     driver = await worlds.open()
-    variables = _variables(policy, endpoint) if driver.serves_forwards else _network_variables(settings, policy)
-    async with await worlds.enter(task_key(task), assigned) as session:
+    variables = (
+        _make_variables(policy, endpoint) if driver.serves_forwards else _make_network_variables(settings, policy)
+    )
+    async with await worlds.enter(get_task_key(task), assigned) as session:
         settings.refuse_unguarded(session)
         done = await _run_program(session, assigned, settings, variables)
         await _keep_files(session, settings, f"{assigned.name}-{policy.seed}")
         if done.reason is Reason.EXITED and not done.ok and settings.on_exit_code == "fail":
             raise EpisodeError(
-                f"the program of the task {assigned.name} ended with exit code {done.exit_code}{_quoted(done)}",
+                f"the program of the task {assigned.name} ended with exit code {done.exit_code}{_quote_output(done)}",
                 remedy="correct env.options.command, or set env.options.on_exit_code = 'grade'",
                 reason="program_failed",
             )
@@ -134,7 +136,7 @@ def _write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _variables(policy: EpisodePolicy, endpoint: SplitResult) -> dict[str, str]:
+def _make_variables(policy: EpisodePolicy, endpoint: SplitResult) -> dict[str, str]:
     """Return the environment variables with the model endpoint's address as the session reaches it, over a forward of
     its 127.0.0.1. Raises :class:`~headrace.base.errors.EnvError` for an endpoint with TLS, whose certificate is not
     valid for that name."""
@@ -154,7 +156,7 @@ def _inner_port(endpoint: SplitResult) -> int:
     return port if port >= FIRST_PORT else port + FIRST_PORT
 
 
-def _network_variables(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, str]:
+def _make_network_variables(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, str]:
     """Return the environment variables with the model endpoint's address for a session that has a network but no
     forwards. Raises :class:`~headrace.base.errors.EnvError` if its network is disabled."""
     if settings.driver.get("network") in (None, False, "none"):
@@ -166,7 +168,7 @@ def _network_variables(settings: HarnessSettings, policy: EpisodePolicy) -> dict
     return dict(policy.variables)
 
 
-def _quoted(done: Finished) -> str:
+def _quote_output(done: Finished) -> str:
     """Return the end of a program's output with a colon before it, to append to an error message; empty if there is no
     output."""
     text = (done.stderr.strip() or done.stdout.strip())[-QUOTED:]

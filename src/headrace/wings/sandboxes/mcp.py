@@ -26,7 +26,7 @@ FAILED = "session_mcp"
 FOLDER = "/tmp/headrace/mcp"
 """The folder in a session with the servers' pipes and error output."""
 MAX_LINES = 10_000
-"""The greatest number of lines of one answer, because each line costs more time than its bytes."""
+"""The largest number of lines of one answer, because each line costs more time than its bytes."""
 QUOTED = 600
 """The number of bytes of a server's error output that an error message quotes."""
 _START = """mkdir -p {folder} && mkfifo {place}.in {place}.out && {{
@@ -54,16 +54,20 @@ class SessionServer(LineChannel):
     """A channel to one MCP server in a session; each exchange of messages is a command of the session."""
 
     def __init__(self, session: SandboxSession, name: str, *, answer_s: float, left_s: Callable[[], float]) -> None:
-        """Describe the server ``name``. An answer may take ``answer_s`` seconds, but at most ``left_s()``, the agent's
-        time left."""
+        """Create the channel to the server ``name`` in ``session``. An answer may take ``answer_s`` seconds, but at
+        most ``left_s()``, the agent's time left."""
         self._session = session
         self._name = name
         self._answer_s = answer_s
         self._left_s = left_s
         self._until_s = 0.0
+        """Time until which the present request must be answered."""
         self._num_bytes = 0
+        """Number of bytes of output of the present request."""
         self._num_lines = 0
+        """Number of lines of output of the present request."""
         self._incomplete = b""
+        """The last line of the output, whose end has not arrived."""
 
     async def start(self, command: str) -> None:
         """Start the server with a shell command. Raises :class:`~headrace.base.errors.EpisodeError` if its pipes cannot
@@ -71,7 +75,7 @@ class SessionServer(LineChannel):
         words = {"folder": FOLDER, "place": f"{FOLDER}/{self._name}", "command": shlex.quote(command)}
         done = await self._session.run(_START.format(bash=shlex.quote(self._session.programs["bash"]), **words))
         if not done.ok:
-            raise self.failure(
+            raise self.make_error(
                 f"cannot be started: {visible(done.stderr.strip()[-QUOTED:])}", "free the disk, and /tmp"
             )
 
@@ -93,7 +97,7 @@ class SessionServer(LineChannel):
         self._num_lines += done.stdout.count(b"\n")
         most = limits.output_bytes
         if self._num_bytes > most or self._num_lines > MAX_LINES:
-            raise self.failure(
+            raise self.make_error(
                 f"has written more than {most} bytes or {MAX_LINES} lines for one answer",
                 "have it write less, and its log to its standard error",
             )
@@ -104,7 +108,7 @@ class SessionServer(LineChannel):
         """Raise :class:`~headrace.base.errors.EpisodeError` if an exchange failed: by its time limit, or because the
         server has ended."""
         if done.reason is Reason.WALL_TIME:
-            raise self.failure(
+            raise self.make_error(
                 f"has not answered in {self._answer_s:g} s",
                 "set env.options.mcp_s to more, or correct the server",
             )
@@ -112,10 +116,13 @@ class SessionServer(LineChannel):
             last = await self._session.run_apart(f"tail -c {QUOTED} {FOLDER}/{self._name}.err")
             words = visible(last.stdout.decode("utf-8", "replace").strip())
             cause = "" if done.reason is Reason.EXITED else f" ({done.reason.replace('_', ' ')})"
-            raise self.failure(f"has ended{cause}{': ' + words if words else ''}", "correct its command, or the server")
+            raise self.make_error(
+                f"has ended{cause}{': ' + words if words else ''}", "correct its command, or the server"
+            )
 
-    def failure(self, text: str, remedy: str) -> EpisodeError:
-        """Return the error of an episode whose server has failed as ``text`` says."""
+    def make_error(self, text: str, remedy: str) -> EpisodeError:
+        """Return the error of an episode whose server has failed as ``text`` says; ``remedy`` says what the user can
+        do."""
         return EpisodeError(f"the MCP server {self._name!r} in the session {text}", remedy=remedy, reason=FAILED)
 
 
@@ -123,15 +130,17 @@ class SessionServer(LineChannel):
 async def serve_tools(
     session: SandboxSession, name: str, command: str, *, answer_s: float, left_s: Callable[[], float]
 ) -> AsyncIterator[Tools]:
-    """Start the MCP server ``name`` in a session, and yield its tools for the body of ``async with``. The server ends
-    with the session. Raises :class:`~headrace.base.errors.EpisodeError` if it does not start or does not speak MCP."""
+    """Start the MCP server ``name`` in a session by the shell command ``command``, and yield its tools for the body of
+    ``async with``. The server ends with the session. Raises :class:`~headrace.base.errors.EpisodeError` if it does not
+    start or does not speak MCP. An answer may take ``answer_s`` seconds, but at most ``left_s()``, the agent's time
+    left."""
     server = SessionServer(session, name, answer_s=answer_s, left_s=left_s)
     await server.start(command)
     connection = connected(server, 2 * answer_s)  # the server's own, shorter limit raises the better error
     try:
         tools = await connection.__aenter__()
     except Exception as error:  # noqa: BLE001 - errors of the client come in groups; all say that there is no connection
-        raise server.error or server.failure(f"cannot be talked to: {_words(error)}", "correct the server") from None
+        raise server.error or server.make_error(f"cannot be talked to: {_words(error)}", "correct the server") from None
     try:
         yield tools
     finally:
@@ -146,8 +155,8 @@ def _words(error: BaseException) -> str:
 
 
 def refuse_same_names(offered: Mapping[str, Tools], *, taken: str) -> None:
-    """Raise :class:`~headrace.base.errors.EpisodeError` if two servers offer tools with the same name, or if a tool has
-    the name ``taken`` of the shell's own tool."""
+    """Raise :class:`~headrace.base.errors.EpisodeError` if two servers of ``offered`` (tools by the server's name)
+    offer tools with the same name, or if a tool has the name ``taken`` of the shell's own tool."""
     owners = {taken: "the shell"} if taken else {}
     for server, tools in offered.items():
         for tool in tools.described:

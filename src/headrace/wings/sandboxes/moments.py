@@ -54,7 +54,8 @@ class EpisodeMoments:
     """The number of running attempts that may read them."""
 
     async def add(self, session: SandboxSession, *, command: str, observation: str, left_s: float) -> None:
-        """Add a moment with the present state of the origin's session."""
+        """Add a moment with the present state of the origin's session, after ``command`` with the result
+        ``observation``, when the agent had ``left_s`` seconds left."""
         snapshot: SandboxSnapshot | None = None
         try:
             snapshot = await session.snapshot()
@@ -101,15 +102,17 @@ class MomentStore:
     """The moments of the episodes of one process: of all running episodes, and of the latest ended episodes."""
 
     def __init__(self, most_ended: int) -> None:
-        """Keep the moments of ``most_ended`` ended episodes."""
+        """Create a store that keeps the moments of at most ``most_ended`` ended episodes."""
         self._most_ended = most_ended
         self._kept: OrderedDict[Hashable, EpisodeMoments] = OrderedDict()
+        """The moments of each episode by its key, the one that ended longest ago first."""
 
     async def begin(
         self, key: Hashable, session: SandboxSession, driver: SandboxDriver, left_s: float
     ) -> EpisodeMoments:
         """Create the moments of an origin, with the present state of ``session`` as the first, and store them under
-        ``key``. They replace the moments of an earlier attempt."""
+        ``key``. They replace the moments of an earlier attempt. ``driver`` makes the snapshots, and the agent has
+        ``left_s`` seconds."""
         created = EpisodeMoments(driver=driver)
         await created.add(session, command="", observation="", left_s=left_s)
         replaced = self._kept.pop(key, None)
@@ -128,8 +131,8 @@ class MomentStore:
         return found
 
     async def leave(self, key: Hashable, moments: EpisodeMoments) -> None:
-        """End the use of moments by one attempt. Release the moments that ended longest ago beyond the number to
-        keep."""
+        """End the use of the moments under ``key`` by one attempt. Release the moments that ended longest ago beyond
+        the number to keep."""
         moments.num_users -= 1
         if self._kept.get(key) is not moments:  # another attempt has replaced them
             if not moments.num_users:
@@ -159,8 +162,9 @@ class ForkedWorld:
         begin: BeginWorld,
         kind: AttemptKind,
     ) -> None:
-        """Begin in ``session``; if it is ``None``, as a branch at the beginning of ``moments``. ``begin`` returns a new
-        session at the beginning of the episode."""
+        """Create the world of an attempt of ``kind``, which begins in ``session``; if that is ``None``, as a branch at
+        the beginning of ``moments``. ``store`` keeps the moments under ``key``. ``begin`` returns a new session at the
+        beginning of the episode."""
         self.session = session
         """The session; ``None`` while the attempt repeats its origin."""
         self._store = store
@@ -169,6 +173,7 @@ class ForkedWorld:
         self._begin = begin
         self._kind = kind
         self._number = 0
+        """Index of the present moment among the moments of the origin."""
 
     def repeat(self, command: str) -> WorldMoment | None:
         """Return the next moment of the origin if its command is ``command`` too, and continue from there. Return
@@ -189,7 +194,8 @@ class ForkedWorld:
         return self.session
 
     async def keep(self, *, command: str, observation: str, left_s: float) -> None:
-        """Store the present moment if the attempt is an origin; ``observation`` is the result of ``command``."""
+        """Store the present moment if the attempt is an origin; ``observation`` is the result of ``command``. The agent
+        has ``left_s`` seconds left."""
         if self._kind is AttemptKind.ORIGIN and self._moments is not None:
             assert self.session is not None
             await self._moments.add(self.session, command=command, observation=observation, left_s=left_s)

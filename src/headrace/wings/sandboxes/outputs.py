@@ -13,7 +13,7 @@ from headrace.wings.sandboxes.base import SandboxSession
 FOLDER = "/tmp/headrace/tests"
 """The folder in a session for the output of tests."""
 KEPT_BYTES = 16 * MIB
-"""The greatest number of bytes of output that are read; this is enough for thousands of tests."""
+"""The largest number of bytes of output that are read; this is enough for thousands of tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class TestsReward:
 
 
 async def run_tests(session: SandboxSession, command: str, wall_s: float) -> TestsRun:
-    """Run tests with the shell command ``command``, for at most ``wall_s`` seconds, and kill the processes that they
-    leave."""
+    """Run tests in ``session`` with the shell command ``command``, for at most ``wall_s`` seconds, and kill the
+    processes that they leave."""
     directory = session.directory
     await session.run(f"chmod -R u+rwX {FOLDER}; rm -rf {FOLDER}; mkdir -p {FOLDER}")
     session.directory = directory

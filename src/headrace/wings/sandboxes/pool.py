@@ -20,18 +20,23 @@ class SessionPool:
     """
 
     def __init__(self, driver: SandboxDriver, origin: SandboxSpec | SandboxSnapshot, *, ready: int) -> None:
-        """Describe a pool that keeps ``ready`` sessions, started from the spec or snapshot ``origin``. Raises
-        :class:`~headrace.base.errors.ConfigError` for ``ready`` below 1."""
+        """Create a pool that keeps ``ready`` sessions, started by ``driver`` from the spec or snapshot ``origin``.
+        Raises :class:`~headrace.base.errors.ConfigError` for ``ready`` below 1."""
         if ready < 1:
             raise ConfigError(f"ready={ready} keeps no session ready", remedy="set ready >= 1")
         self._driver = driver
         self._origin = origin
         self._size = ready
         self._ready: deque[SandboxSession] = deque()
+        """The sessions that were started and not taken."""
         self._changed = asyncio.Condition()
+        """Notified when a session is ready, a session is taken, or a start fails."""
         self._tasks = asyncio.TaskGroup()
+        """Runs the task that fills the pool."""
         self._refilling: asyncio.Task[None] | None = None
+        """The task that fills the pool; ``None`` outside ``async with``."""
         self._failure: BaseException | None = None
+        """The error of the last start, until :meth:`take` raises it."""
 
     async def take(self) -> SandboxSession:
         """Return a ready session; if there is none, wait for the next. Sessions that have ended in the pool are

@@ -88,7 +88,7 @@ class WorldSettings(Section):
             kind=self.sandbox,
             readable=self.readable,
             limits=limits,
-            kept=self.environments,
+            kept_environments=self.environments,
             episodes=episodes,
             options=json.dumps(self.driver, sort_keys=True),
             images=self.image == "task",
@@ -123,7 +123,7 @@ class WorldSettings(Section):
             )
         if task.asks_network and not self.offline:
             raise EpisodeError(
-                f"the task {task.name} asks for a network, and sessions have none",
+                f"the task {task.name} requests a network, and sessions have none",
                 remedy="set env.options.offline = true if it can be done without",
                 reason="task_network",
             )
@@ -142,15 +142,15 @@ class WorldSettings(Section):
             )
 
 
-def read_settings(kind: type[S], options: Mapping[str, Any]) -> S:
-    """Return ``env.options`` as settings of the class ``kind``. Raises :class:`~headrace.base.errors.EnvError` for an
-    invalid setting."""
+def validate_settings(section: type[S], options: Mapping[str, Any]) -> S:
+    """Return ``options``, the table ``env.options``, as a validated record of the class ``section``. Raises
+    :class:`~headrace.base.errors.EnvError` for an invalid setting."""
     try:
-        return validate(kind, options, "env.options")
+        return validate(section, options, "env.options")
     except ConfigError as error:
         raise EnvError(error.problem, remedy=error.remedy) from None
 
 
-def task_key(row: Mapping[str, Any]) -> str:
+def get_task_key(row: Mapping[str, Any]) -> str:
     """Return the key of a row's task, unique among the tasks of the run: its directory, or its id."""
     return str(row.get("directory", row.get("instance_id")))

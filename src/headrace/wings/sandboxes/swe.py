@@ -71,10 +71,10 @@ def is_row(row: Mapping[str, Any]) -> bool:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the tasks in the JSONL and Parquet files of a directory as rows: their columns, the problem as ``prompt``,
-    the id as ``task``, and as ``solution`` an answer that solves the task (for checks; no model reads it). A row that
-    cannot be attempted has the reason as ``problem``, and its episodes fail with that reason. Return no rows if a row
-    is not a task of this kind."""
+    """Return the tasks in the JSONL and Parquet files of the directory ``path`` as rows: their columns, the problem as
+    ``prompt``, the id as ``task``, and as ``solution`` an answer that solves the task (for checks; no model reads it).
+    A row that cannot be attempted has the reason as ``problem``, and its episodes fail with that reason. Return no rows
+    if a row is not a task of this kind."""
     rows: list[Row] = []
     for file in sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".parquet")):
         for row in load_rows(file):
@@ -96,14 +96,14 @@ def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = 
     name = str(row["instance_id"])
     if "expected_output_json" in row:
         words = "compares the output of tests that its image hides, as R2E-Gym does"
-        raise _unsupported(name, words, "leave it out")
+        raise _make_unsupported_error(name, words, "leave it out")
     must_pass = (*_names(row, "FAIL_TO_PASS"), *_names(row, "PASS_TO_PASS"))
     if not _names(row, "FAIL_TO_PASS"):
         raise DataError(f"the task {name} has no tests in FAIL_TO_PASS", remedy="leave it out")
     for test in must_pass if not test_command else ():
         if "::" not in test or test.startswith("-"):
             words = f"names the test {test[:120]!r}, which is none of pytest"
-            raise _unsupported(name, words, "set test_command to what runs it, or leave it out")
+            raise _make_unsupported_error(name, words, "set test_command to what runs it, or leave it out")
     if not str(row["problem_statement"] or "").strip():
         raise DataError(f"the task {name} has an empty problem_statement", remedy="leave it out")
     tests, base = str(row.get("test_patch") or ""), str(row.get("base_commit") or "")
@@ -135,9 +135,11 @@ async def begin(session: SandboxSession, task: TaskDirectory, repositories: str)
     check its tests. Raises :class:`~headrace.base.errors.EpisodeError` if that fails."""
     assert task.named is not None
     if repositories or session.spec.image == "":
-        archive = await asyncio.to_thread(_checked_out, task, task.named, repositories)
+        archive = await asyncio.to_thread(_check_out, task, task.named, repositories)
         if len(archive) > session.spec.limits.disk_bytes:
-            raise _failed(task, f"its repository has {len(archive)} bytes", "give it more: env.options.disk_mb")
+            raise _make_setup_error(
+                task, f"its repository has {len(archive)} bytes", "give it more: env.options.disk_mb"
+            )
         await session.unpack(archive)
     await session.run(_ACTIVATE)
     if task.named.bug:
@@ -154,7 +156,7 @@ async def _refuse_unusable_tests(session: SandboxSession, task: TaskDirectory, n
     if named.patch:
         done = await session.run(_CHECK_PATCH.format(git=_git(""), commit=commit), stdin=_as_patch(named.patch))
         if not done.ok:
-            raise _no_tests(task, f"test_patch does not fit to {commit}: {done.stderr[-300:].strip()}")
+            raise _make_no_tests_error(task, f"test_patch does not fit to {commit}: {done.stderr[-300:].strip()}")
     patches = f"{named.patch}\n{named.solution}"
     if task.test_command != TEST_COMMAND or _QUOTED.search(patches):
         return  # the names of tests or files cannot be compared as paths
@@ -162,12 +164,14 @@ async def _refuse_unusable_tests(session: SandboxSession, task: TaskDirectory, n
     needed_files = "".join(f"{file}\n" for file in _files(named.names) if file not in patched_files)
     done = await session.run(_MISSING_FILES.format(git=_git(""), commit=commit), stdin=needed_files.encode())
     if missing := done.stdout.splitlines():
-        raise _no_tests(task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them")
+        raise _make_no_tests_error(
+            task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them"
+        )
 
 
 async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> TestsReward:
-    """Return the reward 1 if all named tests pass in the session as the agent has left it, else 0. The files of the
-    test patch are first reset to the base commit."""
+    """Return the reward 1 if all named tests pass in the session as the agent of ``task`` has left it, else 0. The
+    files of the test patch are first reset to the base commit."""
     session.directory = DIRECTORY
     if not (await session.run(_CLEAN_REPOSITORY)).ok:
         return TestsReward(reward=0.0, ended="their patch cannot be applied")  # the agent has removed the repository
@@ -257,19 +261,22 @@ def _solution(task: TaskDirectory, row: Mapping[str, Any]) -> str:
     return f"```bash\ngit apply {backwards}- <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH\n```"
 
 
-def _checked_out(task: TaskDirectory, named: NamedTests, repositories: str) -> bytes:
-    """Return a tar archive of the repository at the base commit, without other commits. ``repositories`` is the folder
-    of the clones. Raises :class:`~headrace.base.errors.EpisodeError` if there is no such clone or commit."""
+def _check_out(task: TaskDirectory, named: NamedTests, repositories: str) -> bytes:
+    """Return a tar archive of the repository of ``task`` at the base commit of its tests ``named``, without other
+    commits. ``repositories`` is the folder of the clones. Raises :class:`~headrace.base.errors.EpisodeError` if there
+    is no such clone or commit."""
     if not repositories:
-        raise _failed(task, "there is no image and no folder of repositories", "set env.options.repositories")
+        raise _make_setup_error(task, "there is no image and no folder of repositories", "set env.options.repositories")
     owner, _, name = named.repository.rpartition("/")
     places = [Path(repositories, each) for each in (f"{owner}/{name}", f"{owner}__{name}")]
     places = [Path(f"{place}{end}") for place in places for end in ("", ".git")]
     source = next((place for place in places if place.is_dir()), None)
     if source is None or not name:
-        raise _failed(task, f"no repository {named.repository!r} in {repositories}", f"clone it to {places[0]}")
+        raise _make_setup_error(
+            task, f"no repository {named.repository!r} in {repositories}", f"clone it to {places[0]}"
+        )
     if not named.base_commit:
-        raise _failed(task, "the row has no base_commit", "use its image")
+        raise _make_setup_error(task, "the row has no base_commit", "use its image")
     upload = "git -c uploadpack.allowAnySHA1InWant=true -c safe.directory=* upload-pack"
     with tempfile.TemporaryDirectory() as folder:
         for words in (
@@ -279,7 +286,9 @@ def _checked_out(task: TaskDirectory, named: NamedTests, repositories: str) -> b
         ):
             done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=False)
             if done.returncode:
-                raise _failed(task, f"{named.base_commit} of {source}: {done.stderr[-300:].strip()}", "fetch it there")
+                raise _make_setup_error(
+                    task, f"{named.base_commit} of {source}: {done.stderr[-300:].strip()}", "fetch it there"
+                )
         Path(folder, ".git", "FETCH_HEAD").unlink(missing_ok=True)
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
@@ -310,23 +319,25 @@ async def _run_or_fail(session: SandboxSession, task: TaskDirectory, command: st
     """Run a command. Raises :class:`~headrace.base.errors.EpisodeError` if it fails."""
     done = await session.run(command, stdin=stdin)
     if not done.ok:
-        raise _failed(task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row")
+        raise _make_setup_error(
+            task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row"
+        )
 
 
-def _failed(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
+def _make_setup_error(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
     """Return the error for an environment that cannot be built because of ``text``."""
     return EpisodeError(
         f"the environment of the task {task.name} cannot be made: {text}", remedy=remedy, reason="task_setup"
     )
 
 
-def _no_tests(task: TaskDirectory, text: str) -> EpisodeError:
+def _make_no_tests_error(task: TaskDirectory, text: str) -> EpisodeError:
     """Return the error for a row whose tests cannot be run because of ``text``."""
     return EpisodeError(
         f"the tests of the task {task.name} cannot be run: {text}", remedy="leave it out", reason="task_invalid"
     )
 
 
-def _unsupported(name: str, text: str, remedy: str) -> DataError:
+def _make_unsupported_error(name: str, text: str, remedy: str) -> DataError:
     """Return the error for the row ``name`` with a part that is not supported."""
     return DataError(f"the task {name} {text}, which is not supported", remedy=remedy)

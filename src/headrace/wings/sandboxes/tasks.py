@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from headrace.base.errors import DataError, nearest
 from headrace.rollout.environments.data import Row
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes.archives import read_inside, resolved_inside
+from headrace.wings.sandboxes.archives import read_inside, resolve_inside
 from headrace.wings.sandboxes.dockerfile import BuildStep, read_dockerfile
 
 log = logging.getLogger("headrace")
@@ -40,11 +40,11 @@ WORK_DIRECTORY = "/app"
 """The default directory in which the agent's commands begin."""
 _SIZE = re.compile(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*")
 LONGEST_SOLUTION_BYTES = 90_000
-"""The greatest length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
+"""The maximum length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
 MIN_MEMORY_BYTES, MIN_DISK_BYTES = 64 * MIB, MIB
 """The smallest memory and disk of a session that ``env.options`` allow, in bytes."""
 MAX_S = 30 * 24 * 3600.0
-"""The greatest time limit of the agent, the tests or the build, in seconds."""
+"""The longest time limit of the agent, the tests or the build, in seconds."""
 _HOST_VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
 """Matches a value that Harbor replaces by a variable of its own machine: ``${NAME}`` or ``${NAME:-DEFAULT}``."""
 _KEYS: Mapping[str, frozenset[str]] = {
@@ -192,9 +192,11 @@ def _open_harbor(directory: Path) -> TaskDirectory:
     environment, agent, verifier = tables = [_table(settings, name) for name in ("environment", "agent", "verifier")]
     _refuse_misspelled(settings)
     if (directory / "steps").is_dir():
-        raise _unsupported(directory, "has several steps", "give a task of one step")
+        raise _make_unsupported_error(directory, "has several steps", "give a task of one step")
     if verifier.get("environment_mode", "shared") != "shared":
-        raise _unsupported(directory, "runs its tests in an environment of their own", "run them in the agent's")
+        raise _make_unsupported_error(
+            directory, "runs its tests in an environment of their own", "run them in the agent's"
+        )
     context = directory / "environment"
     image, steps = _read_environment(directory, context)
     if environment.get("workdir"):
@@ -211,8 +213,8 @@ def _open_harbor(directory: Path) -> TaskDirectory:
         build_s=_seconds(environment, "build_timeout_sec", 600.0),
         agent_s=_seconds(agent, "timeout_sec", 900.0),
         tests_s=_seconds(verifier, "timeout_sec", 900.0),
-        memory_bytes=_bytes(environment, "memory", MIN_MEMORY_BYTES),
-        disk_bytes=_bytes(environment, "storage", MIN_DISK_BYTES),
+        memory_bytes=_read_bytes(environment, "memory", MIN_MEMORY_BYTES),
+        disk_bytes=_read_bytes(environment, "storage", MIN_DISK_BYTES),
         asks_network=bool(environment.get("allow_internet")) or any(mode != "no-network" for mode in network),
         variables=_variables(environment),
         test_variables=_variables(verifier),
@@ -221,13 +223,15 @@ def _open_harbor(directory: Path) -> TaskDirectory:
 
 def _open_terminal_bench(directory: Path) -> TaskDirectory:
     """Return the task in a directory in Terminal-Bench's format."""
-    settings = _yaml(directory, TERMINAL_BENCH)
+    settings = _read_yaml(directory, TERMINAL_BENCH)
     if not isinstance(settings, dict) or not str(settings.get("instruction") or "").strip():
         raise DataError(f"the task {directory} has no instruction in {TERMINAL_BENCH}", remedy="write one")
     if settings.get("parser_name", "pytest") != "pytest":
-        raise _unsupported(directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest")
+        raise _make_unsupported_error(
+            directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest"
+        )
     image, steps = _read_environment(directory, directory)
-    _existing(directory / "run-tests.sh", "tests", directory)
+    _require_path(directory / "run-tests.sh", "tests", directory)
     return TaskDirectory(
         name=directory.name,
         instruction=settings["instruction"],
@@ -244,7 +248,7 @@ def _open_terminal_bench(directory: Path) -> TaskDirectory:
     )
 
 
-def _yaml(directory: Path, name: str) -> Any:
+def _read_yaml(directory: Path, name: str) -> Any:
     """Return the parsed content of a YAML file. Raises ``ValueError`` if it is not valid YAML."""
     import yaml  # transformers needs it too
 
@@ -256,16 +260,18 @@ def _yaml(directory: Path, name: str) -> Any:
 
 def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildStep, ...]]:
     """Return the image and the build steps of the environment that the folder ``context`` describes. Raises
-    :class:`~headrace.base.errors.DataError` for several services."""
+    :class:`~headrace.base.errors.DataError` for several services. ``directory`` is the task's directory."""
     composed = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (context / name).is_file()]
     if composed and context != directory:  # each task of Terminal-Bench has one, which only starts its image
-        raise _unsupported(directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile")
+        raise _make_unsupported_error(
+            directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile"
+        )
     for name in composed:
-        settings = _yaml(directory, name)
+        settings = _read_yaml(directory, name)
         services = settings.get("services") if isinstance(settings, dict) else None
         if not isinstance(services, dict) or len(services) != 1:
             found = f"has the services {sorted(map(str, services))}" if isinstance(services, dict) else "has no service"
-            raise _unsupported(directory, f"{found} in {name}", "have one service, that of the agent")
+            raise _make_unsupported_error(directory, f"{found} in {name}", "have one service, that of the agent")
     if not os.path.lexists(context / "Dockerfile"):
         return "", ()
     return read_dockerfile(
@@ -276,17 +282,17 @@ def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildS
 def _tests(directory: Path, needed: str, folder: str) -> Path:
     """Return the folder of a task's tests. Raises :class:`~headrace.base.errors.DataError` if it, or the file
     ``needed`` in it, does not exist."""
-    path = _existing(directory / folder, "tests", directory)
-    _existing(path / needed, "tests", path)
+    path = _require_path(directory / folder, "tests", directory)
+    _require_path(path / needed, "tests", path)
     return path
 
 
-def _existing(path: Path, what: str, root: Path) -> Path:
+def _require_path(path: Path, what: str, root: Path) -> Path:
     """Return ``path``. Raises :class:`~headrace.base.errors.DataError` if it does not exist (``what`` names the missing
     part of the task), and ``ValueError`` if it lies outside the folder ``root``."""
     if not path.exists():
         raise DataError(f"the task {path.parent} has no {what}: {path} does not exist", remedy="add it")
-    resolved_inside(path, root)
+    resolve_inside(path, root)
     return path
 
 
@@ -301,7 +307,7 @@ def _instruction(directory: Path) -> str:
 def _text(directory: Path, name: str, what: str) -> str:
     """Return the stripped text of the file ``name``, which a task must have; ``what`` names that part of the task."""
     path = directory / name
-    content = read_inside(_existing(path, what, directory), directory)
+    content = read_inside(_require_path(path, what, directory), directory)
     try:
         return content.decode("utf-8").strip()
     except UnicodeDecodeError as error:
@@ -375,9 +381,9 @@ def _variables(table: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
-    """Return a size in bytes from ``NAME_mb = 2048`` or ``NAME = "2G"``; ``None`` if neither is set. Raises
-    ``ValueError`` for another value, and for a size below ``least`` bytes."""
+def _read_bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
+    """Return a size in bytes from ``table``, where it is ``NAME_mb = 2048`` or ``NAME = "2G"``; ``None`` if neither is
+    set. Raises ``ValueError`` for another value, and for a size below ``least`` bytes."""
     if f"{name}_mb" in table:
         size = _number(f"{name}_mb", table[f"{name}_mb"]) * MIB
     elif name in table:
@@ -392,6 +398,6 @@ def _bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
     return int(size)
 
 
-def _unsupported(task: object, text: str, remedy: str) -> DataError:
+def _make_unsupported_error(task: object, text: str, remedy: str) -> DataError:
     """Return the error for a task with a part that sessions do not support."""
     return DataError(f"the task {task} {text}, which sessions do not support", remedy=remedy)

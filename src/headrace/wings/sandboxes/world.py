@@ -42,8 +42,8 @@ class WorldConfig:
     readable: tuple[str, ...]
     """Paths of this machine that sessions can read."""
     limits: SandboxLimits
-    """The greatest limits of a session; a task may request less memory and disk."""
-    kept: int
+    """The largest limits of a session; a task may request less memory and disk."""
+    kept_environments: int
     """The number of environments whose snapshots are cached."""
     episodes: int = 64
     """The number of ended episodes whose moments are kept for branches."""
@@ -67,19 +67,25 @@ class Worlds:
         """Create worlds with this configuration; the driver is opened at the first use."""
         self._config = config
         self._driver: SandboxDriver | None = None
+        """The driver; ``None`` before the first use."""
         self._opening = asyncio.Lock()
+        """Held while the driver is opened."""
         self._snapshots: OrderedDict[str, SandboxSnapshot] = OrderedDict()
+        """The snapshot of each built environment by its key, the least recently used first."""
         self._build_locks: dict[str, asyncio.Lock] = {}
+        """Held while an environment is built, by its key."""
         self._failures: dict[str, EpisodeError] = {}
+        """The error of each build that failed while other calls waited for it."""
         self._moments = MomentStore(config.episodes)
+        """The moments of the episodes."""
 
     async def attempt(
         self, key: str, task: TaskDirectory, *, seed: int = 0, kind: AttemptKind = AttemptKind.ALONE
     ) -> ForkedWorld:
         """Return the world of one attempt at ``task``, whose cache key is ``key``. A branch continues from the moments
         of its origin, the attempt with the same ``seed``, if they are kept. Every other attempt begins in the
-        environment of the task. Raises :class:`~headrace.base.errors.EpisodeError` if that environment cannot be
-        built."""
+        environment of the task. Raises :class:`~headrace.base.errors.EpisodeError` if that environment cannot be built.
+        ``kind`` says whether the attempt is an origin, a branch, or neither."""
         moments = self._moments.find((key, seed)) if kind is AttemptKind.BRANCH else None
         session = None if moments is not None else await self.enter(key, task)
         if session is not None and kind is AttemptKind.ORIGIN:
@@ -103,8 +109,9 @@ class Worlds:
             return await self._enter(await self.open(), key, task)
 
     async def _enter(self, driver: SandboxDriver, key: str, task: TaskDirectory) -> SandboxSession:
-        """Return a new session in the environment of ``task``, which the first call builds. If the build fails, the
-        error is raised in all calls that waited for this build; a later call tries again."""
+        """Return a new session of ``driver`` in the environment of ``task``, whose cache key is ``key`` and which the
+        first call builds. If the build fails, the error is raised in all calls that waited for this build; a later call
+        tries again."""
         before = self._failures.get(key)
         async with self._build_locks.setdefault(key, asyncio.Lock()):
             failed = self._failures.get(key)
@@ -118,7 +125,7 @@ class Worlds:
                     raise
             self._snapshots.move_to_end(key)
             session = await driver.fork(self._snapshots[key])
-        while len(self._snapshots) > self._config.kept:
+        while len(self._snapshots) > self._config.kept_environments:
             _, oldest = self._snapshots.popitem(last=False)
             await driver.release(oldest)
         return session
@@ -162,7 +169,7 @@ class Worlds:
             )
 
     async def _build_snapshot(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
-        """Build the environment of a task in a new session, and return its snapshot."""
+        """Build the environment of ``task`` in a new session of ``driver``, and return its snapshot."""
         most = self._config.limits
         life_s = task.agent_s + task.tests_s + task.build_s
         limits = replace(

@@ -1,6 +1,6 @@
-"""The processing of one completion request, from its body to the last byte of its answer. A request asks for one or
-several choices; each choice is a separate answer, which the engine returns in pieces. A refusal is an error that
-becomes the HTTP response."""
+"""The processing of one completion request, from its body to the last byte of its answer. A request has one or several
+choices; each choice is a separate answer, which the engine returns in pieces. A refusal is an error that becomes the
+HTTP response."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from headrace.rollout.environments.base import AnswerPiece
 from headrace.wings.agents.base import ExchangeContext, SseEvent
 from headrace.wings.agents.responses import RESPONSES, ResponseForm
 from headrace.wings.serve import prompts
-from headrace.wings.serve.answers import AnswerHead, Json, usage
+from headrace.wings.serve.answers import AnswerHead, Json, make_usage
 from headrace.wings.serve.body import BodyLimits, read_object
 from headrace.wings.serve.calls import CallFinder
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, TextOptions, sample_all
 from headrace.wings.serve.metrics import ServerMetrics
-from headrace.wings.serve.responses import ended, naming_the_response, read_response
+from headrace.wings.serve.responses import make_response, read_response, rename_refused_field
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 from headrace.wings.serve.strict import read_body
 
@@ -78,13 +78,13 @@ class ParsedRequest:
     def whole(self, pieces: list[list[ChoicePiece]]) -> Json:
         """Return the JSON of the whole answer. ``pieces`` are the pieces of each choice, in order."""
         if self.response is not None:
-            return ended(self.response, self.head, pieces[0], self.num_prompt_tokens)
+            return make_response(self.response, self.head, pieces[0], self.num_prompt_tokens)
         answer = self.head.frame([self.head.whole_choice(parts) for parts in pieces], streaming=False)
-        return {**answer, "usage": usage(self.num_prompt_tokens, _sampled(pieces))}
+        return {**answer, "usage": make_usage(self.num_prompt_tokens, _count_sampled(pieces))}
 
 
-def body_limits(service: Service) -> BodyLimits:
-    """Return the limits for the body of one request, from the settings of the server."""
+def make_body_limits(service: Service) -> BodyLimits:
+    """Return the limits for the body of one request, from the settings of the server of ``service``."""
     limits = service.served.settings
     return BodyLimits(
         max_bytes=limits.max_body_bytes,
@@ -98,20 +98,20 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     service, so that streams continue meanwhile. Raises :class:`Refusal` for an invalid or unsupported request."""
     path, name = request.url.path, secrets.token_hex(12)
     created_s = int(service.clock.wall())
-    tree = await read_object(request, body_limits(service))
+    tree = await read_object(request, make_body_limits(service))
     context = ExchangeContext(name=name, created_s=created_s, spell=service.tokenizer.spell)
-    body, response = _read(path, tree, context, service.served.name)
+    body, response = _read_body(path, tree, context, service.served.name)
     is_chat = isinstance(body, ChatBody)
     prompts.check_body(body, service.served)
     loop, tokenizer = asyncio.get_running_loop(), service.tokenizer
-    ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
-    structure = prompts.structure(body, ids, tokenizer)
+    ids = await loop.run_in_executor(service.encoder, prompts.encode_prompts, body, tokenizer, service.served)
+    structure = prompts.make_structure(body, ids, tokenizer)
     if structure and service.masks is not None:
         param = body.structure_field or "tools"
         # not in the encoder's thread, where the prompts of all requests would wait for a structure that takes seconds
-        with naming_the_response() if response else nullcontext():
+        with rename_refused_field() if response else nullcontext():
             await asyncio.to_thread(_compile, service.masks, structure, param)
-    choices = prompts.choices(body, ids, tokenizer, service.served, structure)
+    choices = prompts.make_choices(body, ids, tokenizer, service.served, structure)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(
         id=f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
@@ -120,19 +120,19 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
         is_chat=is_chat,
         with_logprobs=with_logprobs,
         with_kept_sizes=body.kept_sizes,
-        spell=_named if body.return_tokens_as_token_ids else tokenizer.spell,
+        spell=_name_token if body.return_tokens_as_token_ids else tokenizer.spell,
     )
     return ParsedRequest(
         body=body,
         choices=choices,
         num_prompt_tokens=sum(map(len, ids)),
         head=head,
-        text_options=_text_options(body, ids, tokenizer),
+        text_options=_make_text_options(body, ids, tokenizer),
         response=response,
     )
 
 
-def _read(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[AnyBody, ResponseForm | None]:
+def _read_body(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[AnyBody, ResponseForm | None]:
     """Return the checked body of a request to ``path``, whose JSON is ``tree``, and the builder of its answer for
     ``/v1/responses``, otherwise ``None``. ``name`` is the model's name if the request has no model."""
     if path.endswith("/responses"):
@@ -140,7 +140,7 @@ def _read(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[A
     return (read_body(ChatBody, tree) if path.endswith("/chat/completions") else read_body(CompletionBody, tree)), None
 
 
-def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenizer) -> TextOptions:
+def _make_text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenizer) -> TextOptions:
     """Return the options for the text of the choices: when text is sent, whether the position of each token is
     computed, and whether the text is searched for calls of tools. ``ids`` are the prompts as token ids."""
     if not isinstance(body, ChatBody):
@@ -164,11 +164,15 @@ class Meter:
     """A meter of one request, from its arrival to its end, which adds its measurements to the server's metrics."""
 
     def __init__(self, service: Service, metrics: ServerMetrics, path: str) -> None:
-        """Start to measure a request to ``path``, which has just arrived."""
+        """Create a meter of a request to ``path``, which has just arrived. ``service`` has the clock, and ``metrics``
+        get the measurements."""
         self._clock, self._metrics, self._path = service.clock, metrics, path
         self._start_s = service.clock.now()
+        """Time at which the request arrived."""
         self._first: dict[int, float] = {}
+        """Time of the first token of each choice, by the index of the choice."""
         self._tokens: dict[int, int] = {}
+        """Number of tokens of each choice so far, by the index of the choice."""
         self.num_sampled = 0
         """Number of tokens sampled so far, in all choices."""
 
@@ -198,8 +202,8 @@ class Meter:
 
 
 async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) -> JSONResponse:
-    """Sample all choices, and return them in one JSON response with the usage. ``meter`` measures the pieces as they
-    arrive."""
+    """Sample all choices of ``parsed`` with the engine of ``service``, and return them in one JSON response with the
+    usage. ``meter`` measures the pieces as they arrive."""
     pieces: list[list[ChoicePiece]] = [[] for _ in parsed.choices]
 
     async def keep(piece: ChoicePiece) -> None:
@@ -222,7 +226,9 @@ class AnswerEventStream:
         for sending to the client."""
         self._parsed, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
+        """Indices of the choices of which an event was sent."""
         self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
+        """The field for the usage in every event; empty unless the request includes the usage."""
         self.has_started = False
 
     async def write(self, piece: ChoicePiece) -> None:
@@ -247,24 +253,24 @@ class AnswerEventStream:
         await self.event({**self._parsed.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
-        """Send the event with the usage, if the request asks for it, and end the stream."""
+        """Send the event with the usage, if the request includes it, and end the stream."""
         if self._usage:
-            numbers = usage(self._parsed.num_prompt_tokens, self._meter.num_sampled)
+            numbers = make_usage(self._parsed.num_prompt_tokens, self._meter.num_sampled)
             await self.event({**self._parsed.head.frame([], streaming=True), "usage": numbers})
         await self._data(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
         """Send ``refusal`` as the last event of a stream that has begun."""
-        await self._data(_event(refusal.body()), more=False)
+        await self._data(_encode_event(refusal.body()), more=False)
 
     async def event(self, tree: Json) -> None:
         """Send the JSON object ``tree`` as one event; more events follow."""
-        await self._data(_event(tree), more=True)
+        await self._data(_encode_event(tree), more=True)
 
     @staticmethod
-    def of(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
+    def create(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
         """Return the stream of the answer to ``parsed``, in the format of its protocol. ``send`` is ASGI's function for
-        sending to the client."""
+        sending to the client. ``meter`` measures the pieces of the answer."""
         if parsed.response is not None:
             return _ResponseEventStream(parsed, parsed.response, meter, send)
         return AnswerEventStream(parsed, meter, send)
@@ -283,10 +289,13 @@ class _ResponseEventStream(AnswerEventStream):
     events."""
 
     def __init__(self, parsed: ParsedRequest, form: ResponseForm, meter: Meter, send: Send) -> None:
-        """Create the stream of the answer to ``parsed``, whose JSON and events ``form`` builds."""
+        """Create the stream of the answer to ``parsed``, whose JSON and events ``form`` builds. ``meter`` measures its
+        pieces, and ``send`` is ASGI's function for sending to the client."""
         super().__init__(parsed, meter, send)
         self._pieces: list[ChoicePiece] = []
+        """The pieces of the only choice so far."""
         self._events = form.stream(lambda _: parsed.whole([self._pieces]))
+        """The translator of pieces into events."""
 
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
         """Send the events that a piece adds to the response."""
@@ -308,25 +317,25 @@ class _ResponseEventStream(AnswerEventStream):
         """Send events to the client, each with its name and its JSON object."""
         for event in events:
             assert not isinstance(event.data, str), "responses send objects"
-            await self._data(f"event: {event.name}\n".encode() + _event(event.data), more=True)
+            await self._data(f"event: {event.name}\n".encode() + _encode_event(event.data), more=True)
 
 
-def engine_died(death: ComponentDied) -> Refusal:
+def make_engine_refusal(death: ComponentDied) -> Refusal:
     """Return the refusal, with status 503, of a request after the death of the engine."""
     return Refusal(death.problem, remedy=death.remedy, status=503, code="engine_died")
 
 
-def _event(tree: Json) -> bytes:
+def _encode_event(tree: Json) -> bytes:
     """Return a JSON object as the bytes of one server-sent event without a name."""
     return b"data: " + json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def _sampled(pieces: list[list[ChoicePiece]]) -> int:
+def _count_sampled(pieces: list[list[ChoicePiece]]) -> int:
     """Return the number of sampled tokens in the pieces of all choices."""
     return sum(piece.tokens.num_sampled for parts in pieces for piece in parts)
 
 
-def _named(token: int) -> str:
+def _name_token(token: int) -> str:
     """Return ``token_id:N`` as the text of a token, for requests with ``return_tokens_as_token_ids``, since two tokens
     may have the same text."""
     return f"token_id:{token}"

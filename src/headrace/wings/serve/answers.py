@@ -129,13 +129,18 @@ class AnswerHead:
         tops = self._tops(piece)
         if not self.is_chat:
             by_text = (
-                None if tops is None else [_by_text(top, logprob) for top, logprob in zip(tops, logprobs, strict=True)]
+                None
+                if tops is None
+                else [_index_by_text(top, logprob) for top, logprob in zip(tops, logprobs, strict=True)]
             )
             return {
                 "tokens": spelled, "token_logprobs": logprobs, "top_logprobs": by_text, "text_offset": piece.offsets
             }  # fmt: skip
         content = [
-            {**_entry(token, logprob), "top_logprobs": [] if tops is None else [_entry(*each) for each in tops[place]]}
+            {
+                **_make_entry(token, logprob),
+                "top_logprobs": [] if tops is None else [_make_entry(*each) for each in tops[place]],
+            }
             for place, (token, logprob) in enumerate(zip(spelled, logprobs, strict=True))
         ]
         return {"content": content, "refusal": None}
@@ -156,7 +161,7 @@ class AnswerHead:
         return rows
 
 
-def _by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, float] | None:
+def _index_by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, float] | None:
     """Return the likeliest entries ``top`` at one token as an object, log-probability by text. Of two entries with the
     same text, keep the likelier entry. Return ``None`` for the first token of a prompt, which has no entries and whose
     ``logprob`` is ``None``."""
@@ -165,15 +170,15 @@ def _by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, f
     return dict(reversed(top))
 
 
-def _entry(token: str, logprob: float | None) -> Json:
+def _make_entry(token: str, logprob: float | None) -> Json:
     """Return a token and its log-probability in the format of chat completions, with the bytes of its text; the bytes
     of a token that is only a part of a character are ``None``."""
     return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
 
 
-def usage(num_prompt: int, num_sampled: int) -> Json:
-    """Return the numbers of prompt tokens and of sampled tokens as OpenAI's object ``usage``. A prompt with several
-    choices counts once."""
+def make_usage(num_prompt: int, num_sampled: int) -> Json:
+    """Return the numbers of prompt tokens (``num_prompt``) and of sampled tokens (``num_sampled``) as OpenAI's object
+    ``usage``. A prompt with several choices counts once."""
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
     }  # fmt: skip

@@ -25,10 +25,10 @@ from headrace.wings.serve.answering import (
     ParsedRequest,
     Service,
     answer_whole,
-    engine_died,
+    make_engine_refusal,
     parse_request,
 )
-from headrace.wings.serve.body import ClientGone, while_connected
+from headrace.wings.serve.body import ClientGone, run_while_connected
 from headrace.wings.serve.choices import sample_all
 from headrace.wings.serve.metrics import ServerMetrics
 from headrace.wings.serve.prompts import check_model
@@ -57,7 +57,7 @@ class ServerState:
             raise Refusal("the model is being loaded", remedy="try again later", status=503, code="starting")
         engine = self.service.engine
         if isinstance(engine, LocalEngine) and engine.death is not None:
-            raise engine_died(engine.death)
+            raise make_engine_refusal(engine.death)
         return self.service
 
     def stats(self) -> EngineStats | None:
@@ -84,14 +84,14 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
         """Answer with the list of valid model names of requests: the served model, and the agents with adapters."""
         service = state.ready()
         names = (service.served.name, *service.served.agents)
-        return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
+        return JSONResponse({"object": "list", "data": [_describe_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
         """Answer with the description of the model that the path names; status 404 if it is not served."""
         service = state.ready()
         name = request.path_params["name"]
         check_model(name, service.served)
-        return JSONResponse(_model(service, name))
+        return JSONResponse(_describe_model(service, name))
 
     async def encoded(request: Request) -> Response:
         """Answer ``POST /tokenize``."""
@@ -111,7 +111,7 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
             Route("/detokenize", decoded, methods=["POST"]),
             *(Route(path, answer, methods=["POST"]) for path in COMPLETIONS),
         ],
-        exception_handlers={Refusal: _refused, HTTPException: _not_found, Exception: _broken},
+        exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found, Exception: _respond_broken},
     )
     return TokenAuth(app, token=token)
 
@@ -139,8 +139,9 @@ class _CompletionHandler:
             self._metrics.requests.labels(path, status).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Read a request and send its answer, as a stream or as one JSON body; return the HTTP status. If the client
-        disconnects, stop sampling and raise :class:`ClientGone`."""
+        """Read a request and send its answer, as a stream or as one JSON body; return the HTTP status. ``scope``,
+        ``receive`` and ``send`` are ASGI's arguments of the request. If the client disconnects, stop sampling and raise
+        :class:`ClientGone`."""
         request = Request(scope, receive)
         try:
             service = self._state.ready()
@@ -151,10 +152,10 @@ class _CompletionHandler:
             return refusal.status
         try:
             if parsed.body.stream:
-                return await while_connected(
+                return await run_while_connected(
                     receive, self._respond_stream(parsed, service, meter, (scope, receive, send))
                 )
-            response = await while_connected(receive, self._respond_whole(parsed, service, meter))
+            response = await run_while_connected(receive, self._respond_whole(parsed, service, meter))
             await response(scope, receive, send)
             return response.status_code
         finally:
@@ -162,17 +163,17 @@ class _CompletionHandler:
 
     async def _respond_whole(self, parsed: ParsedRequest, service: Service, meter: Meter) -> Response:
         """Return the whole answer to a request, or its refusal, as an HTTP response."""
-        refusal = await _or_refusal(lambda: answer_whole(parsed, service, meter))
+        refusal = await _capture_refusal(lambda: answer_whole(parsed, service, meter))
         return refusal.response() if isinstance(refusal, Refusal) else refusal
 
     async def _respond_stream(
         self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
-        """Send the answer as a stream of events, and return the HTTP status. A refusal before the first event is sent
-        as an HTTP response, and a later refusal as the last event. ``asgi`` are ASGI's scope, receive and send of the
-        request."""
-        events = AnswerEventStream.of(parsed, meter, asgi[2])
-        refusal = await _or_refusal(
+        """Send the answer to ``parsed`` as a stream of events, sampled by the engine of ``service`` and measured by
+        ``meter``, and return the HTTP status. A refusal before the first event is sent as an HTTP response, and a later
+        refusal as the last event. ``asgi`` are ASGI's scope, receive and send of the request."""
+        events = AnswerEventStream.create(parsed, meter, asgi[2])
+        refusal = await _capture_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
         )
         if not isinstance(refusal, Refusal):
@@ -185,7 +186,7 @@ class _CompletionHandler:
         return refusal.status
 
 
-async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
+async def _capture_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
     """Return the result of ``work``; if the engine refuses the request or fails, return the error as a
     :class:`Refusal`."""
     try:
@@ -199,10 +200,10 @@ async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
     except RequestError as error:
         return Refusal(error.problem, remedy=error.remedy)
     except ComponentDied as error:
-        return engine_died(error)
+        return make_engine_refusal(error)
 
 
-def _model(service: Service, name: str) -> dict[str, object]:
+def _describe_model(service: Service, name: str) -> dict[str, object]:
     """Return the description of the model ``name`` in OpenAI's format, with its context in tokens and the version of
     its weights."""
     return {
@@ -215,13 +216,13 @@ def _model(service: Service, name: str) -> dict[str, object]:
     }
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _respond_refused(_: Request, error: Exception) -> Response:
     """Return the HTTP response to a request that a route has refused."""
     assert isinstance(error, Refusal)
     return error.response()
 
 
-async def _not_found(request: Request, error: Exception) -> Response:
+async def _respond_not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
     assert isinstance(error, HTTPException)
@@ -232,7 +233,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     return Refusal(problem, remedy=f"known: {known}", status=error.status_code, code=code).response()
 
 
-async def _broken(_: Request, error: Exception) -> Response:
+async def _respond_broken(_: Request, error: Exception) -> Response:
     """Return the HTTP response, with status 500, to a request during which an unexpected error occurred."""
     words = f"the server failed: {type(error).__name__}"
     return Refusal(words, remedy="look at the server's log, and report it", status=500, code="internal").response()

@@ -33,8 +33,8 @@ class BodyLimits:
 
 
 async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
-    """Read the body of ``request`` and return its JSON object, without fields that are ``null``. Raises
-    :class:`Refusal` for a wrong content type, a body that is too long or arrives too late, and invalid JSON."""
+    """Read the body of ``request`` within ``limits``, and return its JSON object, without fields that are ``null``.
+    Raises :class:`Refusal` for a wrong content type, a body that is too long or arrives too late, and invalid JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # browsers send this type across origins only after a CORS check
         raise Refusal(
@@ -90,19 +90,19 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
     and if the client disconnects before the end of the body."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_bytes:
-        raise _too_long(limits)
+        raise _make_too_long_refusal(limits)
     data = bytearray()
     try:
         async for part in request.stream():
             data += part
             if len(data) > limits.max_bytes:
-                raise _too_long(limits)
+                raise _make_too_long_refusal(limits)
     except ClientDisconnect:
         raise Refusal("the client left before its body was there", remedy="send it whole") from None
     return bytes(data)
 
 
-def _too_long(limits: BodyLimits) -> Refusal:
+def _make_too_long_refusal(limits: BodyLimits) -> Refusal:
     """Return the refusal, with status 413, of a body that is too long."""
     return Refusal(
         f"the body is longer than {limits.max_bytes} bytes", remedy=limits.remedy, status=413, code="body_too_long"
@@ -117,7 +117,7 @@ class ClientGone(Exception):
     """The error that ends the work for a client that has disconnected."""
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
     """Run ``work`` while the client is connected, and return its result or raise its error. ``receive`` is ASGI's
     function that reports the disconnection of the client. When it does, ``work`` is cancelled, and :class:`ClientGone`
     is raised."""

@@ -24,13 +24,17 @@ class CallFinder:
     that may be a call of a tool until the answer has ended. Its time is linear in the length of the text."""
 
     def __init__(self, parser: Parser, *, opened: bool) -> None:
-        """Create the filter of one answer. ``opened`` is true if the prompt ends with ``<think>``, so that the answer
-        begins within a thought."""
+        """Create the filter of one answer. ``parser`` finds the calls in its text. ``opened`` is true if the prompt
+        ends with ``<think>``, so that the answer begins within a thought."""
         self._parser = parser
         self._thought = _Thought(opened=opened)
+        """Divides the answer into the thought at its beginning and the rest."""
         self._content = ContentFilter(parser)
+        """Holds back text of the rest that may be a call."""
         self._rest: list[str] = []
+        """The pieces of the rest so far."""
         self._num_shown = 0
+        """Number of characters of the rest that were returned as content."""
 
     def push(self, text: str, *, ended: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
         """Append text of the answer. Return the new content that is certainly not part of a call and, when the answer
@@ -61,6 +65,7 @@ class _Thought:
     def __init__(self, *, opened: bool) -> None:
         """Create the filter of one answer; with ``opened``, the answer begins within a thought."""
         self._place = _Place.THOUGHT if opened else _Place.BEGINNING
+        """The part of the answer in which the next text is."""
         self._held: list[str] = []
         """The text so far, while it is unknown whether it begins with a thought."""
         self._first = ""
@@ -95,7 +100,7 @@ class _Thought:
         return thought, text
 
 
-def forced_calls(
+def make_call_structure(
     parser: Parser, tools: Sequence[Tool], *, many: bool, special: frozenset[str] = frozenset()
 ) -> str:  # fmt: skip
     """Return the structure, in the engine's format, of an answer that is a call of one of ``tools`` or, with ``many``,
@@ -123,11 +128,11 @@ def forced_calls(
     for place, tool in enumerate(tools):
         opening = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
         rules.append(f'call{place}: {opening} arguments{place} "}}"')
-        rules.append(f"arguments{place}: %json {json.dumps(_of_object(tool))}")
+        rules.append(f"arguments{place}: %json {json.dumps(_read_object_schema(tool))}")
     return lark("\n".join(rules))
 
 
-def _of_object(tool: Tool) -> Mapping[str, Any]:
+def _read_object_schema(tool: Tool) -> Mapping[str, Any]:
     """Return the JSON schema of a tool's arguments, which must be an object. Raises :class:`Refusal` for another type,
     and for a schema that no finite JSON matches."""
     kind = tool.parameters.get("type", "object")

@@ -37,6 +37,7 @@ class ServedTokenizer:
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template or "")
         self._knows_tools = "tools" in template
+        """Whether the chat template renders tools."""
         self.parser = make_parser(tool_parser, template)
         """The parser that finds calls of tools in an answer."""
         special = set(tokenizer.all_special_tokens)
@@ -44,6 +45,7 @@ class ServedTokenizer:
         """The markers of the parser that the tokenizer has as special tokens."""
         unseen = tokenizer.convert_tokens_to_ids(sorted(special - self.special_markers))
         self._hidden_ids = frozenset((*unseen, *stop_ids))
+        """The special tokens and stop tokens that answers with calls leave out; markers of calls are kept."""
         self.stop_ids = stop_ids
         """The model's own end-of-sequence tokens."""
         self.has_template = tokenizer.chat_template is not None
@@ -53,7 +55,7 @@ class ServedTokenizer:
         """Largest number of characters of one token."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds."""
+        """Return the token ids of ``text``, a plain prompt, with the special tokens that the tokenizer adds."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids
 
@@ -70,9 +72,10 @@ class ServedTokenizer:
         tools: Sequence[Tool] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return ``messages`` rendered by the chat template, by default with the beginning of the assistant's turn. If
-        the template does not support ``tools``, they are described in the system message. Raises :class:`Refusal` if
-        there is no template, if the template refuses the messages, or if ``variables`` has a reserved name."""
+        """Return ``messages`` rendered by the chat template, with the beginning of the assistant's turn if
+        ``add_generation_prompt`` is set. If the template does not support ``tools``, they are described in the system
+        message. Raises :class:`Refusal` if there is no template, if the template refuses the messages, or if
+        ``variables`` has a reserved name."""
         if not self.has_template:
             raise Refusal(
                 "the model's tokenizer has no chat template",
@@ -80,7 +83,7 @@ class ServedTokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        taken = sorted(variables.keys() & _reserved(self._tokenizer))
+        taken = sorted(variables.keys() & _list_reserved_names(self._tokenizer))
         if taken:
             raise Refusal(
                 f"chat_template_kwargs holds {excerpt(taken[0])}, which is not the template's",
@@ -119,7 +122,8 @@ class ServedTokenizer:
         return self.decode_all([token for token in ids if token not in self._hidden_ids])
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt ends with ``<think>``, so that the answer begins within a thought."""
+        """Return whether the prompt with the tokens ``prompt_ids`` ends with ``<think>``, so that the answer begins
+        within a thought."""
         return self.decode_all(prompt_ids[-_TAIL:]).rstrip().endswith(THINK)
 
     def decode_all(self, ids: Sequence[int]) -> str:
@@ -133,7 +137,7 @@ class ServedTokenizer:
         return text
 
 
-def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+def _list_reserved_names(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Return the names of variables that ``chat_template_kwargs`` of a request must not set, because they are
     parameters of the rendering function."""
     return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

@@ -1,5 +1,5 @@
-"""The sampling of choices. A choice is one of the answers that a request asks for. It is one sequence of the engine,
-which arrives in pieces of text with their tokens."""
+"""The sampling of choices. A choice is one of the answers to a request. It is one sequence of the engine, which arrives
+in pieces of text with their tokens."""
 
 from __future__ import annotations
 
@@ -105,8 +105,9 @@ class TextOptions:
 
 
 async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_options: TextOptions, emit: Emit) -> None:
-    """Sample ``requests`` concurrently and pass their pieces to ``emit``; the pieces of one choice arrive in order. If
-    one choice fails, the others are cancelled, and its error is raised."""
+    """Sample ``requests`` concurrently with ``engine`` and pass their pieces to ``emit``; the pieces of one choice
+    arrive in order. If one choice fails, the others are cancelled, and its error is raised. ``text_options`` are the
+    options for their text."""
     try:
         async with asyncio.TaskGroup() as group:
             for request in requests:  # all start before the first await, so they join the batch together
@@ -116,11 +117,12 @@ async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_opt
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
-    """Sample one choice, and pass its pieces to ``emit`` in order. If the request asks for an echo, the first piece is
-    the prompt. If the engine samples the choice again from its start, the text is assembled again from the start."""
+    """Sample the choice of ``request`` with ``engine``, and pass its pieces to ``emit`` in order; ``text_options`` are
+    the options for its text. If the request includes an echo, the first piece is the prompt. If the engine samples the
+    choice again from its start, the text is assembled again from the start."""
     length = 0
     if request.echo is not None:
-        echoed = await _echoed(engine, request, request.echo, text_options)
+        echoed = await _make_echo_piece(engine, request, request.echo, text_options)
         await emit(echoed)
         if request.echo.alone:
             return
@@ -136,9 +138,11 @@ async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOpti
                 return
 
 
-async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions) -> ChoicePiece:
-    """Return the prompt of a choice as its first piece, with logprobs from a forward pass of the model if
-    ``echo.scored``."""
+async def _make_echo_piece(
+    engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions
+) -> ChoicePiece:
+    """Return the prompt of the choice of ``request`` as its first piece, with logprobs from a forward pass of the model
+    of ``engine`` if ``echo.scored``. ``text_options`` are the options for its text."""
     tokens = Tokens.observed(request.prompt_ids_T)
     top: TopScores | None = None
     if echo.scored:
@@ -159,14 +163,19 @@ class _Text:
     """The detokenization of one choice: it converts each chunk of tokens from the engine to a piece with text."""
 
     def __init__(self, stops: Sequence[str], text_options: TextOptions, length: int = 0) -> None:
-        """Create the text of one choice. ``stops`` are the stop strings; ``length`` is the number of characters of the
-        echoed prompt before this text."""
+        """Create the text of one choice with ``text_options``. ``stops`` are the stop strings; ``length`` is the number
+        of characters of the echoed prompt before this text."""
         self._text_options = text_options
         self._detokenizer = Detokenizer(text_options.decode)
+        """Converts tokens to text that later tokens cannot change."""
         self._finder = StopFinder(stops)
+        """Finds stop strings in the text."""
         self._calls = None if text_options.finder is None else text_options.finder()
+        """Finds calls of tools in the text; ``None`` if all text is content."""
         self._length = length
+        """Number of characters of the choice so far."""
         self._held_back_ids: list[int] = []
+        """Tokens whose text is held back, because it may belong to a stop string or a call."""
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
         """Return the piece that a chunk of tokens adds to the choice number ``index``. Text that may belong to a stop

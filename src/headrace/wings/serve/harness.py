@@ -63,26 +63,26 @@ class HarnessProgram:
     """A function that returns the environment variables from which the harness reads the address and the key of the
     server."""
 
-    def __call__(self, where: Path, arguments: Sequence[str]) -> int:
-        """Serve the newest weights of ``where``, a run directory or a checkpoint, run the harness on them with the
+    def __call__(self, source: Path, arguments: Sequence[str]) -> int:
+        """Serve the newest weights of ``source``, a run directory or a checkpoint, run the harness on them with the
         user's ``arguments``, and return its exit code. Raises :class:`~headrace.base.errors.ConfigError` if the harness
         is not installed."""
         if find_spec(self.module.partition(".")[0]) is None:
             raise ConfigError(f"the harness {self.module} is not installed", remedy=f"pip install '{self.install}'")
-        with _served(where) as served:
+        with _serve_snapshot(source) as served:
             command = [sys.executable, "-m", self.module, *self.arguments(served, arguments)]
             done = subprocess.run(command, env=program_environment(self.variables(served)), check=False)
         return done.returncode
 
 
 @contextmanager
-def _served(where: Path) -> Iterator[ServedSnapshot]:
-    """Export the newest weights of ``where``, a run directory or a checkpoint, serve them on a free port of this
+def _serve_snapshot(source: Path) -> Iterator[ServedSnapshot]:
+    """Export the newest weights of ``source``, a run directory or a checkpoint, serve them on a free port of this
     machine, and yield the served model; the server ends after the body of ``with``."""
     with tempfile.TemporaryDirectory(prefix="headrace-harness-") as scratch:
-        name = where.expanduser().absolute().name
+        name = source.expanduser().absolute().name
         directory, token = Path(scratch) / name, secrets.token_hex(16)
-        export(where, directory)
+        export(source, directory)
         log = Path(scratch) / "serve.log"
         with log.open("wb") as out:
             process = subprocess.Popen(
@@ -92,7 +92,7 @@ def _served(where: Path) -> Iterator[ServedSnapshot]:
                 env=program_environment({"HEADRACE_SERVE_TOKEN": token, "COLUMNS": "200"}),
             )
         try:
-            url = _ready(process, log, token)
+            url = _wait_until_ready(process, log, token)
             yield ServedSnapshot(url=url, token=token, name=name, directory=directory)
         finally:
             process.terminate()
@@ -103,7 +103,7 @@ def _served(where: Path) -> Iterator[ServedSnapshot]:
                 process.wait()
 
 
-def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
     """Wait until the server ``process`` has loaded its model, and return its URL, which it writes into the file
     ``log``. Raises :class:`~headrace.base.errors.RunError` if it ends or takes longer than :data:`START_S`."""
     for _ in range(int(START_S / POLL_S)):
@@ -111,14 +111,14 @@ def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
         if process.poll() is not None:
             raise RunError(f"the server ended with code {process.returncode}: {said[-800:]}", remedy="see its words")
         url = said.partition("listening on ")[2].partition(";")[0].strip()
-        if url and _healthy(url, token):
+        if url and _is_healthy(url, token):
             return url
         with suppress(subprocess.TimeoutExpired):
             process.wait(POLL_S)
     raise RunError(f"the server was not ready after {START_S:g} s", remedy="serve the model alone: headrace serve")
 
 
-def _healthy(url: str, token: str) -> bool:
+def _is_healthy(url: str, token: str) -> bool:
     """Return whether the server at ``url`` answers a health check with status 200."""
     try:
         return httpx.get(f"{url}/health", headers={"authorization": f"Bearer {token}"}, timeout=5).status_code == 200

@@ -64,6 +64,7 @@ class ServerMetrics:
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         """Create all metrics, at zero."""
         self._registry = CollectorRegistry()
+        """Prometheus' registry of all metrics."""
         self._registry.register(_EngineFigures(stats))
         self.requests = Counter(
             "headrace_requests", "Requests answered.", ["path", "status"], registry=self._registry

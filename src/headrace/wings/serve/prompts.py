@@ -1,5 +1,5 @@
 """The checks of a request body against the server's limits, and the conversion of the body to requests to the engine. A
-choice is one of the answers that a request asks for. Checks raise :class:`Refusal`, which becomes the HTTP response."""
+choice is one of the answers to a request. Checks raise :class:`Refusal`, which becomes the HTTP response."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.wings.agents.reading import named_answers, refuse_same_names
-from headrace.wings.serve.calls import forced_calls
+from headrace.wings.serve.calls import make_call_structure
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoiceRequest, Echo
 from headrace.wings.serve.config import ServeSection
@@ -37,8 +37,8 @@ class ServedModel:
 
 
 def check_model(model: str | None, served: ServedModel) -> None:
-    """Raise :class:`Refusal` with status 404 if the server does not serve ``model``; ``None`` stands for the default
-    model."""
+    """Raise :class:`Refusal` with status 404 if the server of the model ``served`` does not serve ``model``; ``None``
+    stands for the default model."""
     names = (served.name, *served.agents)
     if model is not None and model not in names:
         raise Refusal(
@@ -51,8 +51,8 @@ def check_model(model: str | None, served: ServedModel) -> None:
 
 
 def check_body(body: AnyBody, served: ServedModel) -> None:
-    """Raise :class:`Refusal` for a request that exceeds a limit of the server or has contradictory fields, before
-    anything is computed."""
+    """Raise :class:`Refusal` for a request with the ``body`` that exceeds a limit of the server (``served``) or has
+    contradictory fields, before anything is computed."""
     check_model(body.model, served)
     limits = served.settings
     if body.n > limits.max_n:
@@ -89,9 +89,10 @@ def check_body(body: AnyBody, served: ServedModel) -> None:
         )
 
 
-def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> list[list[int]]:
-    """Return the prompts of ``body`` as token ids, one list for each prompt; a chat has one prompt, its messages
-    rendered by the chat template. A text that is certainly too long for the context is refused before it is encoded."""
+def encode_prompts(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> list[list[int]]:
+    """Return the prompts of ``body`` as token ids by ``tokenizer``, one list for each prompt; a chat has one prompt,
+    its messages rendered by the chat template. A text that is certainly too long for the context of ``served`` is
+    refused before it is encoded."""
     if isinstance(body, ChatBody):
         messages = named_answers(message.message() for message in body.messages)
         text = tokenizer.render(messages, body.chat_template_kwargs, tools=body.offered)
@@ -103,10 +104,11 @@ def encode(body: AnyBody, tokenizer: ServedTokenizer, served: ServedModel) -> li
     return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in body.prompt]
 
 
-def structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer) -> str:
-    """Return the structure that every choice must follow, such as a JSON schema, in the engine's format; an empty
-    string for none. If the request requires a call of a tool, return the structure of such calls. ``prompts`` are the
-    prompts as token ids. Raises :class:`Refusal` for calls that cannot be enforced."""
+def make_structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer) -> str:
+    """Return the structure that every choice of ``body`` must follow, such as a JSON schema, in the engine's format; an
+    empty string for none. If the request requires a call of a tool, return the structure of such calls. ``prompts`` are
+    the prompts as token ids, and ``tokenizer`` is that of the model. Raises :class:`Refusal` for calls that cannot be
+    enforced."""
     if not isinstance(body, ChatBody) or body.tool_choice.kind != "required":
         return body.structure
     if tokenizer.opens_thought(prompts[0]):
@@ -118,7 +120,7 @@ def structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenize
             code="unsupported_value",
         )
     name = body.tool_choice.name
-    return forced_calls(
+    return make_call_structure(
         tokenizer.parser,
         [tool for tool in body.offered if name in ("", tool.name)],
         many=body.parallel_tool_calls and not name,
@@ -126,12 +128,12 @@ def structure(body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenize
     )
 
 
-def choices(
+def make_choices(
     body: AnyBody, prompts: list[list[int]], tokenizer: ServedTokenizer, served: ServedModel, structure: str
 ) -> list[ChoiceRequest]:
     """Return the requests to the engine: ``body.n`` choices for each of ``prompts`` (token ids), in the order of the
-    prompts. Each choice follows ``structure`` (empty: none). The seed of choice *i* is the seed of the request +
-    *i*."""
+    prompts. Each choice follows ``structure`` (empty: none). The seed of choice *i* is the seed of the request + *i*.
+    ``tokenizer`` and ``served`` are those of the model."""
     seed = secrets.randbits(62) if body.seed is None else body.seed
     agent = body.model if body.model in served.agents else ""
     options = RequestOptions(priority=body.priority, deadline_s=body.deadline_s, agent=agent)
@@ -141,11 +143,11 @@ def choices(
         max_new_tokens = _max_new_tokens(body, len(prompt), served)
         for _ in range(body.n):
             sampling = msgspec.structs.replace(
-                _sampling(body, tokenizer, max_new_tokens, seed + len(requests)), structure=structure
+                _make_sampling(body, tokenizer, max_new_tokens, seed + len(requests)), structure=structure
             )
             requests.append(
                 ChoiceRequest(
-                    index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options, echo=_echo(body)
+                    index=len(requests), prompt_ids_T=ids_T, sampling=sampling, options=options, echo=_make_echo(body)
                 )
             )
     return requests
@@ -166,13 +168,19 @@ def _refuse_long(text: str, param: str, tokenizer: ServedTokenizer, served: Serv
 
 
 def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequence[str]) -> None:
-    """Raise :class:`Refusal` for options of a completion request that contradict each other."""
+    """Raise :class:`Refusal` if the options of the completion request ``body`` contradict each other, or if it has more
+    prompts than ``limits`` allow. Logprobs of an echoed prompt are refused for the ``agents``, which are names of
+    adapters, because they are computed by the model without an adapter."""
     if body.max_tokens == 0 and not body.echo:
-        raise Refusal("max_tokens=0 asks for nothing", remedy="set max_tokens >= 1, or echo=true", param="max_tokens")
+        raise Refusal(
+            "max_tokens=0 without echo=true requests no output",
+            remedy="set max_tokens >= 1, or echo=true",
+            param="max_tokens",
+        )
     if body.echo and body.logprobs is not None and body.model in agents:
         raise Refusal(
             f"echo=true with logprobs: the logprobs of a prompt are those of the model, not of {excerpt(body.model)}",
-            remedy="leave logprobs or echo out, or name the model",
+            remedy="leave logprobs or echo out, or set model to the name of the served model",
             param="echo",
             code="unsupported_value",
         )
@@ -185,7 +193,7 @@ def _check_completion(body: CompletionBody, limits: ServeSection, agents: Sequen
 
 
 def _check_chat(body: ChatBody) -> None:
-    """Raise :class:`Refusal` for options of a chat request that contradict each other."""
+    """Raise :class:`Refusal` if the options of the chat request ``body`` contradict each other."""
     refuse_same_names([tool.tool() for tool in body.tools])
     if body.top_logprobs and not body.logprobs:
         raise Refusal(
@@ -201,8 +209,8 @@ def _check_chat(body: ChatBody) -> None:
         )
 
 
-def num_top(body: AnyBody) -> int:
-    """Return the number of likeliest entries that the request asks for at each token."""
+def count_likeliest(body: AnyBody) -> int:
+    """Return the number of likeliest entries that the request with the ``body`` requests at each token."""
     return (body.top_logprobs if isinstance(body, ChatBody) else body.logprobs) or 0
 
 
@@ -215,8 +223,8 @@ def _requested_max_tokens(body: AnyBody) -> int | None:
 
 def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
     """Return the largest number of tokens of a choice after a prompt of ``length`` tokens: the number that the request
-    sets or, without one, the number that the context and the server's limit allow. Raises :class:`Refusal` if the
-    prompt is empty, or if prompt and choice do not fit the context."""
+    with the ``body`` sets or, without one, the number that the context and the limit of ``served`` allow. Raises
+    :class:`Refusal` if the prompt is empty, or if prompt and choice do not fit the context."""
     param = "messages" if isinstance(body, ChatBody) else "prompt"
     if length == 0:
         raise Refusal(f"{param} holds no tokens", remedy="give at least one token", param=param)
@@ -232,16 +240,17 @@ def _max_new_tokens(body: AnyBody, length: int, served: ServedModel) -> int:
     return min(left, served.settings.max_tokens or left) if requested is None else requested
 
 
-def _echo(body: AnyBody) -> Echo | None:
+def _make_echo(body: AnyBody) -> Echo | None:
     """Return the settings of the echo of a completion request; ``None`` for a chat, and if no echo is requested."""
     if isinstance(body, ChatBody) or not body.echo:
         return None
-    return Echo(alone=body.max_tokens == 0, scored=body.logprobs is not None, num_top=num_top(body))
+    return Echo(alone=body.max_tokens == 0, scored=body.logprobs is not None, num_top=count_likeliest(body))
 
 
-def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
-    """Return the sampling parameters of one choice, with its own ``seed``. Stop tokens are the model's (unless
-    ``ignore_eos`` is set) and the request's."""
+def _make_sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, seed: int) -> Sampling:
+    """Return the sampling parameters of one choice of ``body``, with its own ``seed`` and at most ``max_new_tokens``
+    tokens. ``tokenizer`` has the model's stop tokens. Stop tokens are the model's (unless ``ignore_eos`` is set) and
+    the request's."""
     ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
         max_new_tokens=max(1, max_new_tokens),  # with 0, only the prompt is returned
@@ -257,5 +266,5 @@ def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, se
         stop=body.stop,
         seed=seed % 2**63,
         record_kept=body.kept_sizes,
-        record_top=num_top(body),
+        record_top=count_likeliest(body),
     )

@@ -38,7 +38,8 @@ class _ServedBody(ResponsesBody):
 def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) -> tuple[ChatBody, ResponseForm]:
     """Parse a request to ``/v1/responses``, and return it as the body of a chat request, with the builder of its
     answer. ``tree`` is the JSON of the request; ``name`` is the model's name in the answer if the request has none.
-    Raises :class:`Refusal` for invalid or unsupported fields."""
+    Raises :class:`Refusal` for invalid or unsupported fields. ``context`` has the facts of the request beside its
+    JSON."""
     fields = dict(tree)
     choice = fields.pop("tool_choice", "auto")
     text = fields.get("text") or {}
@@ -57,11 +58,11 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
         )
     chat = {
         "model": body.model or None,
-        "messages": [_message(message) for message in messages],
+        "messages": [_encode_message(message) for message in messages],
         "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in body.tools],
-        "tool_choice": _chat_choice(choice),
+        "tool_choice": _convert_choice(choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _chat_format(format_),
+        "response_format": _convert_format(format_),
         "temperature": body.temperature,
         "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens,
@@ -74,14 +75,15 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
         "text": {"format": format_ or {"type": "text"}},
         "parallel_tool_calls": body.parallel_tool_calls,
     }
-    with naming_the_response():
+    with rename_refused_field():
         chat_body = read_body(ChatBody, {name: value for name, value in chat.items() if value is not None})
     return chat_body, ResponseForm(body=body, context=context, own=own)
 
 
-def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
-    """Return the JSON of a complete response, whose only choice consists of ``pieces``. In addition to OpenAI's fields
-    it has the token ids, the version that sampled each token, and the stop reason."""
+def make_response(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
+    """Return the JSON of a complete response, built by ``form`` and ``head``, whose only choice consists of ``pieces``,
+    after a prompt of ``num_prompt_tokens`` tokens. In addition to OpenAI's fields it has the token ids, the version
+    that sampled each token, and the stop reason."""
     whole = ChoicePiece.concat(pieces)
     assert whole.stop_reason is not None, "a choice has ended with its last piece"
     tokens = whole.tokens
@@ -103,7 +105,7 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
 
 
 @contextmanager
-def naming_the_response() -> Iterator[None]:
+def rename_refused_field() -> Iterator[None]:
     """Return a context that rewrites a :class:`Refusal` of the chat field ``response_format`` to name ``text.format``,
     the field of the response from which it was converted."""
     try:
@@ -131,7 +133,7 @@ def _refuse_unsampled(body: ResponsesBody) -> None:
             )
 
 
-def _message(message: Message) -> Json:
+def _encode_message(message: Message) -> Json:
     """Return a message as JSON in the format of chat completions."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -141,7 +143,7 @@ def _message(message: Message) -> Json:
     return {**fields, **({"tool_calls": calls} if calls else {})}
 
 
-def _chat_choice(choice: object) -> object:
+def _convert_choice(choice: object) -> object:
     """Return the field ``tool_choice`` of a response, converted to the format of chat completions. A value in another
     format is returned unchanged, and checked later."""
     match choice:
@@ -150,7 +152,7 @@ def _chat_choice(choice: object) -> object:
     return choice
 
 
-def _chat_format(format_: object) -> object:
+def _convert_format(format_: object) -> object:
     """Return the field ``text.format`` of a response, converted to the format of chat completions' ``response_format``.
     A value in another format is returned unchanged, and checked later."""
     match format_:

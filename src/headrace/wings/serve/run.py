@@ -81,7 +81,8 @@ class ServerEvents:
 def serve(
     limits: ServeSection, token: str, load: Callable[[], LoadedModel], *, clock: Clock, events: ServerEvents
 ) -> None:  # fmt: skip
-    """Serve the model that ``load`` returns until Ctrl-C or SIGTERM.
+    """Serve the model that ``load`` returns with the settings ``limits`` until Ctrl-C or SIGTERM. Clients must send
+    ``token``. ``clock`` gives the time, and ``events`` has the callbacks that report the server's state.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or would be open to other machines
     without a token, the errors of ``load``, and :class:`~headrace.base.errors.ComponentDied` when the engine dies.
@@ -107,7 +108,7 @@ class _DrainingServer(HttpServer):
         self._ending = ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Report that the server begins to end, and shut it down; uvicorn calls this."""
+        """Report that the server begins to end, and shut it down with its ``sockets``; uvicorn calls this."""
         self._ending()
         await super().shutdown(sockets)
 
@@ -117,10 +118,13 @@ class _ServeServer:
 
     def __init__(self, limits: ServeSection, token: str, clock: Clock, events: ServerEvents) -> None:
         """Create the HTTP server, which answers nothing yet. ``limits`` are the settings ``[serve]``, and ``token`` is
-        the token that clients must send."""
+        the token that clients must send. ``clock`` gives the time, and ``events`` has the callbacks that report the
+        server's state."""
         self._limits, self._clock, self._events = limits, clock, events
         self._state = ServerState()
+        """What the routes read: the service, and whether the server ends."""
         self._engine: LocalEngine | None = None
+        """The engine; ``None`` before the model is loaded."""
         shell = ShellLimits(
             idle_timeout_s=limits.idle_timeout_s,
             max_connections=limits.max_sequences + 1024,
@@ -129,6 +133,7 @@ class _ServeServer:
             tls_key=limits.tls_key,
         )
         self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
+        """The HTTP server."""
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
         """Answer requests on the socket ``listening``, with status 503 while ``load`` loads the model, until the server
@@ -181,9 +186,9 @@ class _ServeServer:
             asyncio.get_running_loop().call_later(self._limits.grace_s, self._engine.withdraw_all)
 
 
-def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
-    """Load the tokenizer and the model, and create an engine with weights of version 0. Raises
-    :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
+def load_served_model(config: ServeConfig, *, clock: Clock) -> LoadedModel:
+    """Load the tokenizer and the model of ``config``, and create an engine with weights of version 0, which uses
+    ``clock``. Raises :class:`~headrace.base.errors.ModelError` and :class:`~headrace.base.errors.ConfigError`."""
     path, engine = config.model.path, config.engine
     engine.refuse_server("headrace serve")
     device = str(use_device("engine.device", engine.device, only_cpu=config.model.deterministic))
@@ -191,7 +196,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
     ends = stop_ids(path, hub_tokenizer.eos_token_id)
     tokenizer = ServedTokenizer(hub_tokenizer, ends, config.serve.tool_parser)
     max_context = engine.max_context or context_length(path)
-    name, agents = model_name(config), config.model.adapter_agents
+    name, agents = get_model_name(config), config.model.adapter_agents
     if name in agents:
         raise ConfigError(
             f"the model and an agent of model.lora.agents are both called {name!r}",
@@ -217,6 +222,6 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
     )
 
 
-def model_name(config: ServeConfig) -> str:
-    """Return the name by which clients request the model."""
+def get_model_name(config: ServeConfig) -> str:
+    """Return the name by which clients request the model of ``config``."""
     return config.serve.name or short_model_name(config.model.path) or "model"

@@ -2,7 +2,7 @@
 that an answer must match, such as a JSON schema or a regular expression; it is stored as text in the engine's format.
 
 Fields of OpenAI's protocol that have no effect on the answer are ignored. Fields whose effect is not supported are
-refused, unless their value asks for no effect.
+refused, unless their value has no effect.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INT32_MAX = 2**31 - 1
 TemplateVariables = dict[str, bool | int | float | str]
 """Variables of a chat template, by name."""
 MAX_TOP = 20
-"""Largest number of likeliest entries that a request may ask for at each token."""
+"""Largest number of likeliest entries that a request may request at each token."""
 
 IGNORED = frozenset(
     {

@@ -58,7 +58,7 @@ def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
     try:
         return kind.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise _refusal(kind, error.errors(include_url=False)[0]) from None
+        raise _make_refusal(kind, error.errors(include_url=False)[0]) from None
 
 
 def read_stop(value: object) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def read_stop(value: object) -> tuple[str, ...]:
     )
 
 
-def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
+def _make_refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
     """Return the refusal of a request with a field that does not validate, from ``detail``, pydantic's description of
     the error in a body of type ``kind``."""
     name = ".".join(str(part) for part in detail["loc"]) or "the body"

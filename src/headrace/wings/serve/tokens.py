@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from headrace.base.net.refusal import Refusal
-from headrace.wings.serve.answering import Service, body_limits
+from headrace.wings.serve.answering import Service, make_body_limits
 from headrace.wings.serve.body import read_object
 from headrace.wings.serve.prompts import check_model
 from headrace.wings.serve.schema import INT32_MAX, ChatMessageBody, TemplateVariables
@@ -52,9 +52,9 @@ class DetokenizeBody(StrictBody):
 
 
 async def tokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /tokenize`` with the token ids of a prompt or of a rendered chat, and their number. Raises
-    :class:`Refusal` for an invalid request."""
-    body = read_body(TokenizeBody, await read_object(request, body_limits(service)))
+    """Answer ``POST /tokenize`` with the token ids of a prompt or of a rendered chat by the tokenizer of ``service``,
+    and their number. Raises :class:`Refusal` for an invalid request."""
+    body = read_body(TokenizeBody, await read_object(request, make_body_limits(service)))
     check_model(body.model, service.served)
     tokenizer = service.tokenizer
 
@@ -74,9 +74,9 @@ async def tokenize(request: Request, service: Service) -> Response:
 
 
 async def detokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /detokenize`` with the text of the token ids, including special tokens. Raises :class:`Refusal` for
-    an id that the tokenizer does not have."""
-    body = read_body(DetokenizeBody, await read_object(request, body_limits(service)))
+    """Answer the ``request`` to ``POST /detokenize`` with the text of the token ids by the tokenizer of ``service``,
+    including special tokens. Raises :class:`Refusal` for an id that the tokenizer does not have."""
+    body = read_body(DetokenizeBody, await read_object(request, make_body_limits(service)))
     check_model(body.model, service.served)
     unknown = next((token for token in body.tokens if token >= service.tokenizer.vocab_size), None)
     if unknown is not None:

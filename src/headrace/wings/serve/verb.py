@@ -53,26 +53,26 @@ def serve(
     if device:
         given["engine"] = {"device": device}
     config = validate(ServeConfig, merge(given, *(parse_override(text) for text in overrides)))
-    config = config.model_copy(update={"model": _local(config.model)})
-    secret = _token(token, token_file)
+    config = config.model_copy(update={"model": _localize(config.model)})
+    secret = _read_token(token, token_file)
     compile_ahead(config.model, config.engine)
     with gc_disabled():
-        from headrace.wings.serve.run import load, serve
+        from headrace.wings.serve.run import load_served_model, serve
 
     clock = RealClock()
     with gc_frozen():
         serve(
             config.serve,
             secret,
-            lambda: load(config, clock=clock),
+            lambda: load_served_model(config, clock=clock),
             clock=clock,
-            events=_events(config, with_token=bool(secret)),
+            events=_make_events(config, with_token=bool(secret)),
         )
 
 
-def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
-    """Return the callbacks by which the server reports its state; they print it to the console. ``with_token`` is true
-    if clients need a token."""
+def _make_events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
+    """Return the callbacks by which the server reports its state; they print it to the console. ``config`` are the
+    settings of the server. ``with_token`` is true if clients need a token."""
     from headrace.wings.serve.run import ServerEvents
 
     out = console()
@@ -94,10 +94,11 @@ def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
     return ServerEvents(listening=listening, serving=serving, ending=ending)
 
 
-def _token(given: str, file: Path | None) -> str:
-    """Return the token that clients must send, from ``file`` or else from ``given``; empty for no token."""
+def _read_token(option: str, file: Path | None) -> str:
+    """Return the token that clients must send, from ``file`` or else from the value of the ``option``; empty for no
+    token."""
     if file is None:
-        return given.strip()
+        return option.strip()
     try:
         secret = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -116,7 +117,7 @@ def _is_named(model: Path) -> bool:
     return is_hub_name(str(model)) and not model.exists()
 
 
-def _local(model: ModelConfig) -> ModelConfig:
+def _localize(model: ModelConfig) -> ModelConfig:
     """Return ``model`` with ``path`` set to a local directory whose files are intact; a model named on a hub is
     downloaded first. Errors that need no torch are raised here, before torch is imported."""
     from headrace.learner.disk import verify_model
@@ -134,7 +135,8 @@ def _local(model: ModelConfig) -> ModelConfig:
 
 
 def _say_serving(url: str, loaded: LoadedModel, *, with_token: bool) -> None:
-    """Print the facts of the served model, its device and kernels, and a command that calls it."""
+    """Print the facts of the model ``loaded``, its device and kernels, and a command that calls it at ``url``;
+    ``with_token`` is true if the command must send a token."""
     facts, out = loaded.facts, console()
     kernels, *why = str(facts["kernels"]).split("; ")
     why = [str(facts["fallback"])] if "fallback" in facts else why
@@ -148,12 +150,12 @@ def _say_serving(url: str, loaded: LoadedModel, *, with_token: bool) -> None:
     name = readable(loaded.name)
     out.print(f"serving    {', '.join([name, *loaded.agents])} at {url}/v1")
     out.print(f"context    {loaded.max_context:,} tokens")
-    packed = f", and {_mebibytes(facts['packed_bytes'])} packed for the kernels" if facts["packed_bytes"] else ""
-    out.print(f"device     {facts['device']}, weights of {_mebibytes(facts['weights_bytes'])}{packed}")
+    packed = f", and {_format_mebibytes(facts['packed_bytes'])} packed for the kernels" if facts["packed_bytes"] else ""
+    out.print(f"device     {facts['device']}, weights of {_format_mebibytes(facts['weights_bytes'])}{packed}")
     out.print(f"kernels    {readable(kernels)}; attention: {facts['attention']}")
     for reason in why:
         out.print(f"           {readable(reason)}")
-    out.print(f"cache      {_mebibytes(facts['cache_bytes'])}, {facts['cache_blocks']:,} blocks")
+    out.print(f"cache      {_format_mebibytes(facts['cache_bytes'])}, {facts['cache_blocks']:,} blocks")
     out.print(f"chat       {'yes' if chat else 'no: the tokenizer has no chat template'}")
     out.print(f"token      {'needed' if with_token else 'none: only this machine may call'}")
     out.print(f"""call it    curl {url}/v1/{route} -H "Content-Type: application/json"{header} \\""")
@@ -161,7 +163,7 @@ def _say_serving(url: str, loaded: LoadedModel, *, with_token: bool) -> None:
     out.print("end it     Ctrl-C")
 
 
-def _mebibytes(num_bytes: str | float) -> str:
+def _format_mebibytes(num_bytes: str | float) -> str:
     """Return a size in bytes as text in MiB."""
     return f"{float(num_bytes) / 2**20:,.0f} MiB"
 

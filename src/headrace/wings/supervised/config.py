@@ -68,7 +68,7 @@ class RowsConfig(Section):
     of the assistant only. ``all``: every token but the first. A row of plain text has loss on every token but the
     first."""
     max_length: int | None = Field(default=None, ge=2)
-    """The greatest length of a row, in tokens. Unset: the smaller of the model's context and
+    """The maximum length of a row, in tokens. Unset: the smaller of the model's context and
     ``learner.tokens_per_microbatch``."""
     long_rows: Literal["refuse", "skip", "cut"] = "refuse"
     """The handling of longer rows: the run is refused with the first of them (``refuse``), or they are left out
@@ -209,7 +209,7 @@ class ServerTeacher(Section):
     """The number of the teacher's likeliest entries that are compared at each token; the remaining probability counts
     as one more entry. ``headrace serve`` returns at most 20 entries, and vLLM too unless ``--max-logprobs`` is set."""
     concurrency: int = Field(default=8, ge=1)
-    """The greatest number of requests at the same time."""
+    """The largest number of requests at the same time."""
     timeout_s: float = Field(default=120.0, gt=0)
     """The time limit of one request, in seconds. A request without an answer ends the run, which can be resumed."""
 

@@ -43,7 +43,7 @@ from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
 from headrace.models.devices import choose_devices, num_gpus, use_device
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
-from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, objective_of
+from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, make_objective
 from headrace.wings.supervised.tied import TiedProcess, read_order
 
 LOGS = "logs"
@@ -140,7 +140,8 @@ Answer = Loaded | Trained | Evaluated | Saved | Failure
 
 def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack: ExitStack) -> StartedLearner:
     """Return the learner of the run ``prepared``: in this process, or on ranks, which are processes of this machine.
-    ``snapshot`` is the directory of the snapshot to continue from, or empty. ``stack`` ends the ranks."""
+    ``snapshot`` is the directory of the snapshot to continue from, or empty. ``stack`` ends the ranks. ``run_dir`` is
+    the directory of the run, in which the ranks write their logs."""
     config, total_steps = prepared.config, prepared.schedule.num_steps
     world = config.learner.parallel.world
     if world == 1:
@@ -171,9 +172,10 @@ def start_learner(prepared: PreparedTuning, snapshot: str, run_dir: Path, stack:
 
 def open_learner(config: TuningConfig, ranks: AnyRanks, snapshot: str, total_steps: int) -> LearnerCore:
     """Load the model of ``config``, from its directory or from ``snapshot``, and return the learner of this process,
-    which is one of ``ranks``, with its optimizer restored from the snapshot if there is one."""
+    which is one of ``ranks``, with its optimizer restored from the snapshot if there is one. ``total_steps`` is the
+    number of optimizer steps of the whole run."""
     model = config.model.with_snapshot(snapshot) if snapshot else config.model
-    objective = objective_of(config)
+    objective = make_objective(config)
     context = LearnerContext(
         temperature=1.0, total_steps=total_steps, model_dir=Path(config.model.path), clock=RealClock()
     )  # fmt: skip
@@ -194,9 +196,12 @@ class RankedLearner:
         """Start a process for each of ``starts``, and wait until all have loaded the model. ``logs`` is the directory
         of their logs; ``stack`` ends the processes."""
         self._codec = MessageCodec(Answer)
+        """The codec of the ranks' answers."""
         self._spans: list[Span] = []
+        """Spans of rank 0 that were not taken yet."""
         self.processes: list[TiedProcess] = []
         self._pipes: list[Connection] = []
+        """The connection to each rank."""
         for start in starts:
             pipe, rank_end = Pipe()
             process = TiedProcess(
@@ -270,7 +275,7 @@ class RankedLearner:
         limit_s = clock.now() + LOST_S
         for other in (rank, *(each for each in range(len(self.processes)) if each != rank)):
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
-            if (failure := self._failure_of(other)) is not None:
+            if (failure := self._read_failure(other)) is not None:
                 return make_error(failure)
             if code != EXIT_RANK_LOST:  # it ended first, or it still runs and the others waited for it
                 rank = other
@@ -289,7 +294,7 @@ class RankedLearner:
             remedy=f"look at {process.log}; --resume goes on from the last snapshot",
         )
 
-    def _failure_of(self, rank: int) -> Failure | None:
+    def _read_failure(self, rank: int) -> Failure | None:
         """Return an unread failure that ``rank`` has reported; ``None`` if there is none."""
         try:
             answer = self._codec.decode(self._pipes[rank].recv_bytes()) if self._pipes[rank].poll() else None

@@ -30,7 +30,7 @@ from headrace.wings.supervised.tied import TiedProcess, read_order
 MEASURED = "measured"
 """The directory, in the run directory, of the weights to measure and of the log of measurements."""
 MOST_WAITING = 2
-"""The greatest number of versions that wait on the disk to be measured; beyond it, training waits for a measurement."""
+"""The largest number of versions that wait on the disk to be measured; beyond it, training waits for a measurement."""
 RESULT, LOG = "result.json", "measuring.log"
 Tree = dict[str, Any]
 
@@ -63,13 +63,18 @@ class Measurements:
     :meth:`begin` with each version and :meth:`take` for results; :meth:`close` kills the process."""
 
     def __init__(self, settings: Tree, run_dir: Path, base: str) -> None:
-        """``settings`` is the table ``[eval]``; ``base`` is the directory of the run's first weights, version 0.
-        Versions that an earlier life of the run did not measure are measured first."""
+        """Create the queue, and start to measure the versions that an earlier life of the run did not measure.
+        ``settings`` is the table ``[eval]``, ``run_dir`` the directory of the run, and ``base`` the directory of the
+        run's first weights, version 0."""
         self._settings, self._run_dir, self._base = settings, run_dir, base
         self._directory = run_dir / MEASURED
+        """Directory of the weights to measure."""
         self._queue = deque(sorted(int(path.name.removeprefix("step-")) for path in self._directory.glob("step-*")))
+        """The versions to measure, in order; the first is being measured."""
         self._results: list[VersionRewards] = []
+        """The results that were not taken yet."""
         self._running: _MeasuringProcess | None = None
+        """The process that measures the first version; ``None`` if none is queued."""
         self._start_next()
 
     def begin(self, version: int) -> None:
@@ -132,8 +137,8 @@ class _MeasuringProcess:
     """The process that measures one version."""
 
     def __init__(self, tree: Tree, directory: Path, version: int) -> None:
-        """Start the process. ``tree`` is the settings of the evaluation with the model; ``directory`` is for its result
-        and log."""
+        """Start the process, which measures ``version``. ``tree`` is the settings of the evaluation with the model;
+        ``directory`` is for its result and log."""
         self.version = version
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)

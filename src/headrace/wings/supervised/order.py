@@ -25,16 +25,20 @@ class RowStream:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, *, seed: int, shuffle: bool) -> None:
-        """``sizes`` are the numbers of rows of the sources; ``weights`` are the shares of the sources among the places,
-        relative to each other, or ``None`` for no weights. With ``shuffle``, each epoch has a new random order."""
+        """Create the sequence from ``seed``. ``sizes`` are the numbers of rows of the sources; ``weights`` are the
+        shares of the sources among the places, relative to each other, or ``None`` for no weights. With ``shuffle``,
+        each epoch has a new random order."""
         self._sizes, self._seed = list(sizes), seed
         self._shares = None if weights is None else np.array(weights) / sum(weights)
+        """Probability with which a place belongs to each source; ``None`` without weights."""
         parts = [sum(sizes)] if weights is None else sizes
         self._orders = [
             RowOrder(num_rows=size, seed=seed + 1_000_003 * number, shuffle=shuffle)
             for number, size in enumerate(parts)
         ]
+        """The order of each source's rows; without weights one order of all rows."""
         self._starts = np.cumsum([0, *sizes])[:-1]
+        """Index of each source's first row among the rows of all sources."""
         self._drawn_rows = np.zeros(0, np.int64)
         """The rows at the places that were drawn so far."""
         self._num_visits = np.zeros(len(sizes), np.int64)

@@ -134,7 +134,7 @@ def prepare_tuning(
     verify_model(Path(path))
     if not config.data.files and data is None:
         raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
-    objective = objective_of(config)
+    objective = make_objective(config)
     tokenizer = load_tokenizer(path)
     endings = stop_ids(path, tokenizer.eos_token_id)
     renderer = RowRenderer(
@@ -193,7 +193,7 @@ def _render_method(renderer: RowRenderer, objective: Objective, config: TuningCo
 def _refuse_kto_without_pairs(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if KTO's divergence cannot be estimated. The estimate combines
     each answer with the prompt of another row of the step. So each step needs several rows, and the longest prompt with
-    the longest answer must fit into the context."""
+    the longest answer must fit into the context. ``limits`` are the limits of length for every row."""
     per_step, num_places = config.run.rows_per_step, _num_places(config, rows)
     if per_step == 1 or num_places % per_step == 1:
         raise ConfigError(
@@ -209,10 +209,10 @@ def _refuse_kto_without_pairs(config: TuningConfig, rows: RowSet, limits: RowLim
             remedy="give rows with several prompts, or choose loss = 'dpo' with pairs",
         )
     longest = max(one.num_prompt for one in samples) + max(len(one.ids_T) - one.num_prompt for one in samples)
-    if longest > min(limits.length, limits.together):
+    if longest > min(limits.length, limits.row_length):
         raise ConfigError(
             f"loss='kto' reads answers after other prompts: the longest of both have {longest} tokens, more than "
-            f"{limits.why}",
+            f"{limits.length_origin}",
             remedy="set data.max_length lower with data.long_rows = 'skip', or raise that limit",
         )
 
@@ -248,9 +248,9 @@ def _read_eval_rows(
     return read_rows([(config.data.eval_path, None)], data, config.data, render, limits=limits)
 
 
-def objective_of(config: TuningConfig) -> Objective:
+def make_objective(config: TuningConfig) -> Objective:
     """Return the objective of a run: the mean over tokens of the cross-entropy or of the divergence from a teacher, the
-    mean over pairs of a preference loss, or the mean over rows of KTO's."""
+    mean over pairs of a preference loss, or the mean over rows of KTO's. ``config`` are the settings of the run."""
     if isinstance(config, DistillConfig):
         return Objective(config.loss, (), TokenMean())
     if isinstance(config, DpoConfig):
@@ -261,7 +261,7 @@ def objective_of(config: TuningConfig) -> Objective:
 
 def learner_settings(config: TuningConfig, objective: Objective) -> LearnerConfig:
     """Return the learner's settings for ``objective``. If the rows contain a teacher's scores, add a teacher that is
-    computed elsewhere, so that the learner uses the recorded scores."""
+    computed elsewhere, so that the learner uses the recorded scores. ``config`` are the settings of the run."""
     learner = config.learner
     if "top_k" in objective.columns and not learner.teachers:
         return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
@@ -284,7 +284,7 @@ def _row_limits(config: TuningConfig, path: str) -> RowLimits:
     if max_length is not None:
         length, why = max_length, f"data.max_length={max_length}"
     vocab_size = int(read_config(path).get_text_config().vocab_size)
-    return RowLimits(length=length, together=budget, why=why, vocab_size=vocab_size)
+    return RowLimits(length=length, row_length=budget, length_origin=why, vocab_size=vocab_size)
 
 
 def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
@@ -304,8 +304,8 @@ def _num_places(config: TuningConfig, rows: RowSet) -> int:
 
 
 def explain_tuning(prepared: PreparedTuning) -> str:
-    """Return the description of a run for ``--dry-run``, as lines of text: its rows, its length, its loss and its
-    evaluations."""
+    """Return the description of the run ``prepared`` for ``--dry-run``, as lines of text: its rows, its length, its
+    loss and its evaluations."""
     config, schedule = prepared.config, prepared.schedule
     learner: LearnerConfig = config.learner.serving(prepared.objective.columns)
     samples = [sample for row in prepared.rows.rows for sample in row]
@@ -351,7 +351,7 @@ def explain_tuning(prepared: PreparedTuning) -> str:
 
 
 def loss_name(prepared: PreparedTuning) -> str:
-    """Return the name of the run's loss for people; for distillation it includes the teacher."""
+    """Return the name of the loss of the run ``prepared`` for people; for distillation it includes the teacher."""
     config = prepared.config
     if isinstance(config, DistillConfig):
         models: list[object] = [*config.learner.teachers]

@@ -38,16 +38,18 @@ def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> Tun
     return LineView(stream, num_steps)  # type: ignore[arg-type]
 
 
-def figures(record: StepRecord) -> str:
-    """Return the main figures of a step on one line, for people; missing figures are left out."""
+def format_figures(record: StepRecord) -> str:
+    """Return the main figures of the step ``record`` on one line, for people; missing figures are left out."""
     metrics = record.metrics
     named = [("loss", "loss"), ("lr", "lr"), ("grad_norm", "grad norm")]
     named += [(name, name.replace("_", " ")) for name in metrics if name.endswith("_accuracy")]
     named += [("eval/loss", "eval loss"), ("trained_tok_s", "tok/s")]
-    return "  ".join(f"{words} {_short(metrics[name])}" for name, words in named if metrics.get(name) is not None)
+    return "  ".join(
+        f"{words} {_format_figure(metrics[name])}" for name, words in named if metrics.get(name) is not None
+    )
 
 
-def _short(value: float | None) -> str:
+def _format_figure(value: float | None) -> str:
     """Return a figure as text; a value below 0.001, such as a learning rate, with three significant digits."""
     return number(value) if value is None or value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
@@ -56,13 +58,13 @@ class LineView:
     """A display of one line per step and per event, for files and pipes."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
-        """Write to ``stream``; the run has ``num_steps`` steps."""
+        """Create a display that writes to ``stream``; the run has ``num_steps`` steps."""
         self._stream = stream
         self._num_steps = num_steps
 
     def step(self, record: StepRecord) -> None:
         """Print a line with the number of the step, its figures and the time since the start."""
-        self._print(f"step {record.step + 1}/{self._num_steps}  {figures(record)}  at {duration(record.wall_s)}")
+        self._print(f"step {record.step + 1}/{self._num_steps}  {format_figures(record)}  at {duration(record.wall_s)}")
 
     def event(self, event: Event) -> None:
         """Print the text of the event, with control characters made visible."""
@@ -91,18 +93,20 @@ class BarView:
     """A bar with the figures of the last step at the foot of the terminal; events are printed above it."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
-        """Draw on ``console``; the run has ``num_steps`` steps."""
+        """Create a display that draws on ``console``; the run has ``num_steps`` steps."""
         columns = (
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
             TextColumn("{task.description}"),
         )
         self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
+        """The bar, which rich draws."""
         self._task = self._progress.add_task("starting", total=num_steps)
+        """The number by which rich knows the bar's only task."""
 
     def step(self, record: StepRecord) -> None:
         """Move the bar to the step, and show the figures of the step beside it."""
-        self._progress.update(self._task, completed=record.step + 1, description=figures(record))
+        self._progress.update(self._task, completed=record.step + 1, description=format_figures(record))
 
     def event(self, event: Event) -> None:
         """Print the text of the event above the bar, in yellow if it is a warning."""

@@ -59,10 +59,10 @@ class RowLimits:
     """The limits for each row, in tokens."""
 
     length: int
-    """The greatest number of tokens of one sample."""
-    together: int
-    """The greatest number of tokens of all samples of a row together, because they are computed in one pass."""
-    why: str
+    """The largest number of tokens of one sample."""
+    row_length: int
+    """The largest total number of tokens of a row's samples, because they are computed in one pass."""
+    length_origin: str
     """The origin of ``length`` in words for messages, such as the name of a setting."""
     vocab_size: int
     """The number of token ids of the model."""
@@ -150,17 +150,17 @@ def read_rows(
     return found
 
 
-def _refuse_bad_rows(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None:
+def _refuse_bad_rows(rows: RowSet, first: RowProblem | None, config: RowsConfig) -> None:
     """Raise :class:`~headrace.base.errors.DataError` if a row was left out that the settings do not allow to leave out,
     or if a source has no rows left. ``first`` is the problem of the first row that was left out; ``None`` if there was
-    none."""
-    hard = [row for row in found.left_out if not _may_be_left_out(row, config)]
-    empty = next((source for source in found.sources if not source.rows), None)
+    none. ``rows`` are the rows that were read, and ``config`` says which may be left out."""
+    hard = [row for row in rows.left_out if not _may_be_left_out(row, config)]
+    empty = next((source for source in rows.sources if not source.rows), None)
     if first is None or (not hard and empty is None):
         return
-    one = (hard or found.left_out)[0]
-    others = f"; {plural(len(found.left_out), 'row')} in all cannot be trained ({_reason_counts(found.left_out)})"
-    words = f"{one.source}, row {one.row}: {one.problem}{others if len(found.left_out) > 1 else ''}"
+    one = (hard or rows.left_out)[0]
+    others = f"; {plural(len(rows.left_out), 'row')} in all cannot be trained ({_reason_counts(rows.left_out)})"
+    words = f"{one.source}, row {one.row}: {one.problem}{others if len(rows.left_out) > 1 else ''}"
     if empty is not None and not hard:
         raise DataError(f"{empty.name} has no row left to train: {words}", remedy=first.remedy)
     leave = "data.long_rows = 'skip'" if one.reason == "too_long" else "data.bad_rows = 'skip'"
@@ -188,7 +188,8 @@ def _fit_to_limits(
     samples: tuple[RenderedSample, ...], config: RowsConfig, limits: RowLimits
 ) -> tuple[tuple[RenderedSample, ...], bool]:
     """Return the samples of a row within the limits, and whether they were truncated, which the settings must allow.
-    Raises :class:`RowProblem` for a row that is too long, and for token ids that the model does not have."""
+    Raises :class:`RowProblem` for a row that is too long, and for token ids that the model does not have. ``config``
+    are the settings."""
     teacher_ids = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
     largest = max(int(ids.max()) for ids in (*teacher_ids, *(sample.ids_T for sample in samples)))
     if largest >= limits.vocab_size:
@@ -197,10 +198,10 @@ def _fit_to_limits(
             f"it has the token id {largest}, and the model knows 0 to {limits.vocab_size - 1}",
             remedy="tokenise the rows with this model's tokenizer; a teacher must have the same vocabulary",
         )
-    most = min(limits.length, limits.together // len(samples)) if config.long_rows == "cut" else limits.length
+    most = min(limits.length, limits.row_length // len(samples)) if config.long_rows == "cut" else limits.length
     longest = max(len(sample.ids_T) for sample in samples)
     whole = sum(len(sample.ids_T) for sample in samples)
-    if longest <= most and whole <= limits.together:
+    if longest <= most and whole <= limits.row_length:
         return samples, False
     if config.long_rows == "cut":
         cut = tuple(_truncate(sample, most) for sample in samples)
@@ -214,26 +215,26 @@ def _fit_to_limits(
     if longest > limits.length:
         raise RowProblem(
             "too_long",
-            f"it has {longest:,} tokens, more than {limits.why}",
+            f"it has {longest:,} tokens, more than {limits.length_origin}",
             remedy="set data.long_rows = 'cut', or allow longer rows",
         )
     raise RowProblem(
         "too_long",
         f"its two answers have {whole:,} tokens together, and one pass of the learner holds "
-        f"learner.tokens_per_microbatch={limits.together}",
+        f"learner.tokens_per_microbatch={limits.row_length}",
         remedy=f"set learner.tokens_per_microbatch >= {whole}",
     )
 
 
-def _truncate(sample: RenderedSample, most: int) -> RenderedSample:
-    """Return a sample truncated to its first ``most`` tokens. Raises :class:`RowProblem` if none of them carries
+def _truncate(sample: RenderedSample, max_tokens: int) -> RenderedSample:
+    """Return a sample truncated to its first ``max_tokens`` tokens. Raises :class:`RowProblem` if none of them carries
     loss."""
-    mask_T = sample.mask_T[:most]
+    mask_T = sample.mask_T[:max_tokens]
     if not mask_T.any():
         raise RowProblem(
             "no_loss_tokens",
-            f"it has {len(sample.ids_T):,} tokens, and none of the first {most:,} carries loss",
+            f"it has {len(sample.ids_T):,} tokens, and none of the first {max_tokens:,} carries loss",
             remedy="allow longer rows, or remove the row",
         )
-    scores = None if sample.teacher_scores is None else sample.teacher_scores[:most]
-    return replace(sample, ids_T=sample.ids_T[:most], mask_T=mask_T, teacher_scores=scores)
+    scores = None if sample.teacher_scores is None else sample.teacher_scores[:max_tokens]
+    return replace(sample, ids_T=sample.ids_T[:max_tokens], mask_T=mask_T, teacher_scores=scores)

@@ -49,7 +49,7 @@ class RowProblem(DataError):
     describes the error in words."""
 
     def __init__(self, reason: str, problem: str, *, remedy: str) -> None:
-        """Store ``reason``; problem and remedy are the error's text."""
+        """Create the error with its ``reason``; ``problem`` and ``remedy`` are its text."""
         super().__init__(problem, remedy=remedy)
         self.reason = reason
 
@@ -76,9 +76,10 @@ class RowRenderer:
     form of row, and returns all samples of the row."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], loss_on: LossOn, *, prompt_loss: bool = False) -> None:
-        """``stop_ids`` are the ids of the tokens that end an answer. ``loss_on`` selects the tokens of a conversation
-        that carry loss: all turns of the assistant (``assistant``), its last turn (``last``), or every token (``all``).
-        With ``prompt_loss``, the prompt before a chosen answer also carries loss."""
+        """Create a renderer with the model's ``tokenizer``. ``stop_ids`` are the ids of the tokens that end an answer.
+        ``loss_on`` selects the tokens of a conversation that carry loss: all turns of the assistant (``assistant``),
+        its last turn (``last``), or every token (``all``). With ``prompt_loss``, the prompt before a chosen answer also
+        carries loss."""
         self._prompt_loss = prompt_loss
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -87,7 +88,9 @@ class RowRenderer:
         """A note about columns that were not read, set by the first row that has the columns of several forms; empty if
         there was no such row."""
         self._template: str | None = tokenizer.chat_template
+        """The model's chat template; ``None`` if it has none."""
         self._marked = self._template is not None and _MARKS.search(self._template) is not None
+        """Whether the template marks the assistant's turns with ``{% generation %}``."""
 
     # -- one sample a row ---------------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ class RowRenderer:
         """Return the one sample of a row for supervised training, in a tuple. The row has a conversation, token ids, a
         prompt with its completion, or plain text; if it has several of these, the first of :data:`FORMS` is used.
         Raises :class:`RowProblem` for a row that cannot be trained on."""
-        self.unread = self.unread or _unread(row)
+        self.unread = self.unread or _describe_unread(row)
         if "messages" in row:
             ids, mask = self._conversation(_messages(row["messages"], "messages"), 0, _tools(row))
         elif "input_ids" in row:
@@ -106,7 +109,7 @@ class RowRenderer:
             ids = self._with_stop_token([*self._encode_start(_text(row["text"], "text"))])
             mask = [True] * len(ids)  # _sample removes the loss from the first token
         else:
-            raise _missing_columns(row, "messages; prompt and completion; text; or input_ids")
+            raise _make_missing_columns_error(row, "messages; prompt and completion; text; or input_ids")
         return (_sample(ids, mask),)
 
     def _completion(self, prompt: Any, completion: Any, tools: Any) -> tuple[list[int], list[bool]]:
@@ -127,7 +130,7 @@ class RowRenderer:
         """Return the only sample of a row of tokens that contains a teacher's scores of each token. Raises
         :class:`RowProblem` for another row."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
-            raise _missing_columns(
+            raise _make_missing_columns_error(
                 row,
                 "input_ids, teacher_ids and teacher_logprobs, since no model is the teacher",
             )
@@ -145,12 +148,14 @@ class RowRenderer:
             both = [(prompt_ids, _token_ids(row[name], name)) for name in ("chosen_ids", "rejected_ids")]
         elif {"chosen", "rejected"} <= row.keys():
             if row["chosen"] == row["rejected"]:
-                raise _same_answers()
+                raise _make_same_answers_error()
             both = [self._answer(row, name) for name in ("chosen", "rejected")]
         else:
-            raise _missing_columns(row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids")
+            raise _make_missing_columns_error(
+                row, "prompt, chosen and rejected; or prompt_ids, chosen_ids and rejected_ids"
+            )
         if both[0] == both[1]:
-            raise _same_answers()
+            raise _make_same_answers_error()
         return tuple(
             _sample(
                 [*prompt_ids, *answer],
@@ -168,7 +173,7 @@ class RowRenderer:
         value = row[name]
         if not isinstance(value, list):
             if "prompt" not in row:
-                raise _missing_columns(row, "prompt, chosen and rejected")
+                raise _make_missing_columns_error(row, "prompt, chosen and rejected")
             prompt = row["prompt"]
             if isinstance(prompt, list):
                 before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(value, name)}]
@@ -197,8 +202,8 @@ class RowRenderer:
         """Return the only sample of a row with one answer and its label: with side 1 if the answer is good (true), and
         −1 if it is bad (false). Raises :class:`RowProblem` for another row."""
         if not {"prompt", "completion", "label"} <= row.keys():
-            raise _missing_columns(row, "prompt, completion and label")
-        label = _read(row["label"].lower() if isinstance(row["label"], str) else row["label"])
+            raise _make_missing_columns_error(row, "prompt, completion and label")
+        label = _decode_cell(row["label"].lower() if isinstance(row["label"], str) else row["label"])
         if label not in (True, False):
             raise RowProblem("no_label", f"label is {row['label']!r}", remedy="give true for a good answer, or false")
         prompt_ids, answer = self._answer({**row, "chosen": row["completion"]}, "chosen")
@@ -240,7 +245,7 @@ class RowRenderer:
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
         except Exception as error:  # noqa: BLE001 - a template is code of the model directory
-            raise _template(error) from None
+            raise _make_template_error(error) from None
         ids, mask = list(rendered["input_ids"]), [bool(each) for each in rendered["assistant_masks"]]
         if self._loss_on == "last" and any(mask):
             last = len(mask) - 1 - mask[::-1].index(True)
@@ -278,9 +283,9 @@ class RowRenderer:
         return ids[: ends[-1] + 1] if ends else ids
 
     def _render(self, messages: Messages, tools: Any, *, answer: bool) -> str:
-        """Return messages rendered as text by the chat template; empty for no messages. With ``answer``, the generation
-        prompt of the assistant follows. Raises :class:`RowProblem` if there is no template, or if it refuses the
-        messages."""
+        """Return messages rendered as text by the chat template; empty for no messages. ``tools`` are the descriptions
+        of tools for the template, or ``None``. With ``answer``, the generation prompt of the assistant follows. Raises
+        :class:`RowProblem` if there is no template, or if it refuses the messages."""
         if self._template is None:
             raise RowProblem(
                 "no_template",
@@ -294,7 +299,7 @@ class RowRenderer:
                 messages, tools=tools, tokenize=False, add_generation_prompt=answer
             )
         except Exception as error:  # noqa: BLE001 - a template is code of the model directory
-            raise _template(error) from None
+            raise _make_template_error(error) from None
         return text
 
     # -- text ---------------------------------------------------------------------------------------------------------
@@ -316,11 +321,11 @@ class RowRenderer:
         return ids if ids and ids[-1] in self._stop_ids else [*ids, self._tokenizer.eos_token_id]
 
 
-def _unread(row: Mapping[str, Any]) -> str:
+def _describe_unread(row: Mapping[str, Any]) -> str:
     """Return in words which columns of a row are read, and which columns of other forms (:data:`FORMS`) are ignored;
     empty if the row has the columns of one form only.
 
-    >>> _unread({"messages": [], "text": "", "prompt": ""})
+    >>> _describe_unread({"messages": [], "text": "", "prompt": ""})
     'messages are read, and not text'
     """
     used, *ignored = [form for form in FORMS if set(form) <= row.keys()] or [()]
@@ -346,7 +351,7 @@ def _labelled_ids(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
     for no loss; without labels, every token carries loss. Raises :class:`RowProblem` for labels that do not match the
     tokens."""
     ids = _token_ids(row["input_ids"], "input_ids")
-    labels = _read(row["labels"]) if "labels" in row else ids
+    labels = _decode_cell(row["labels"]) if "labels" in row else ids
     if not isinstance(labels, list) or len(labels) != len(ids):
         raise RowProblem(
             "misaligned", f"labels do not have one entry for each of the {len(ids)} input_ids", remedy="mend the row"
@@ -365,19 +370,21 @@ def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherSc
     """Return the teacher's scores of ``sample`` from its row: for each token with loss, the K likeliest entries of the
     teacher's distribution with their log-probabilities. Other tokens have no scores. A token that is not among its K
     entries gets the remaining probability. Raises :class:`RowProblem` for columns that do not match the tokens."""
-    columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
+    columns = [_decode_cell(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
     count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
     if not all(isinstance(column, list) and len(column) == count for column in columns):
-        raise _misaligned_teacher(f"do not have one list for each of the {count} input_ids")
+        raise _make_misaligned_teacher_error(f"do not have one list for each of the {count} input_ids")
     entries = [(columns[0][place], columns[1][place]) for place in places]
     num = len(entries[0][0] or ())
     for place, (ids, logs) in zip(places, entries, strict=True):
         if not (isinstance(ids, list) and isinstance(logs, list) and len(ids) == len(logs) == num > 0):
-            raise _misaligned_teacher(f"of token {place} are not as many as of the first that carries loss, {num}")
+            raise _make_misaligned_teacher_error(
+                f"of token {place} are not as many as of the first that carries loss, {num}"
+            )
         if len(set(ids)) != num or not all(type(each) is int and 0 <= each < 2**31 for each in ids):
-            raise _misaligned_teacher(f"of token {place} are not {num} different ids")
+            raise _make_misaligned_teacher_error(f"of token {place} are not {num} different ids")
         if not all(isinstance(each, int | float) and each <= MOST for each in logs) or _mass(logs) > 1 + MOST:
-            raise _misaligned_teacher(f"of token {place} are no log-probabilities: {str(logs)[:60]}")
+            raise _make_misaligned_teacher_error(f"of token {place} are no log-probabilities: {str(logs)[:60]}")
     scores = TeacherScores.none(count, num)
     scores.versions_T[places] = FROZEN
     scores.ids_TK[places] = [ids for ids, _ in entries]
@@ -400,7 +407,7 @@ def _mass(logs: Sequence[float]) -> float:
     return sum(math.exp(max(each, LEAST)) for each in logs)
 
 
-def _misaligned_teacher(words: str) -> RowProblem:
+def _make_misaligned_teacher_error(words: str) -> RowProblem:
     """Return the error of a row whose teacher columns do not match its tokens; ``words`` describe the mismatch."""
     return RowProblem(
         "no_teacher",
@@ -412,7 +419,7 @@ def _misaligned_teacher(words: str) -> RowProblem:
 
 def _token_ids(value: Any, name: str) -> list[int]:
     """Return the token ids in the column ``name``, a list or its JSON. Raises :class:`RowProblem` for another value."""
-    found = _read(value)
+    found = _decode_cell(value)
     whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
     if not whole:
         raise RowProblem("no_tokens", f"{name} is no list of token ids", remedy="give a list of whole numbers")
@@ -431,7 +438,7 @@ def _text(value: Any, name: str) -> str:
 def _messages(value: Any, name: str) -> Messages:
     """Return the messages in the column ``name``, a list or its JSON, without keys whose value is ``None``. Raises
     :class:`RowProblem` for another value."""
-    found = _read(value)
+    found = _decode_cell(value)
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise RowProblem("no_messages", f"{name} is no list of messages", remedy='[{"role": "user", "content": "..."}]')
     wrong = next((each for each in found if not isinstance(each.get("role"), str)), None)
@@ -443,10 +450,10 @@ def _messages(value: Any, name: str) -> Messages:
 
 def _tools(row: Mapping[str, Any]) -> Any:
     """Return the tool descriptions of a row for the chat template; ``None`` if it has none."""
-    return _read(row["tools"]) or None if "tools" in row else None
+    return _decode_cell(row["tools"]) or None if "tools" in row else None
 
 
-def _read(value: Any) -> Any:
+def _decode_cell(value: Any) -> Any:
     """Return the content of a cell. Text that is valid JSON is decoded, because cells of CSV files store lists as JSON;
     any other value is returned unchanged."""
     if not isinstance(value, str):
@@ -497,14 +504,14 @@ def _refuse_other_turns(answer: Messages, name: str) -> None:
         )
 
 
-def _same_answers() -> RowProblem:
+def _make_same_answers_error() -> RowProblem:
     """Return the error of a pair whose two answers are equal."""
     return RowProblem(
         "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
     )
 
 
-def _missing_columns(row: Mapping[str, Any], expected: str) -> RowProblem:
+def _make_missing_columns_error(row: Mapping[str, Any], expected: str) -> RowProblem:
     """Return the error of a row that lacks columns; ``expected`` names the required columns."""
     return RowProblem(
         "no_columns",
@@ -513,7 +520,7 @@ def _missing_columns(row: Mapping[str, Any], expected: str) -> RowProblem:
     )
 
 
-def _template(error: Exception) -> RowProblem:
+def _make_template_error(error: Exception) -> RowProblem:
     """Return the error of a row on which the chat template raised ``error``."""
     return RowProblem(
         "template_error",

@@ -49,17 +49,17 @@ from headrace.run.session.directory import (
     write_sealed,
 )
 from headrace.run.session.prepare import refuse_inside_a_run
-from headrace.wings.supervised.booking import RowLedger, batch_of
+from headrace.wings.supervised.bookkeeping import RowLedger, make_batch
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
 from headrace.wings.supervised.learner import start_learner
 from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
-from headrace.wings.supervised.progress import figures, open_progress
+from headrace.wings.supervised.progress import format_figures, open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
 from headrace.wings.supervised.rendering import RenderedSample
 from headrace.wings.supervised.stopping import StopRequest, stopping_on_signals
 from headrace.wings.supervised.summary import TuningSummary, tuning_metrics
-from headrace.wings.supervised.teaching import taught_rows
+from headrace.wings.supervised.teaching import score_rows
 
 LEFT_OUT_FILE = "left_out.jsonl"
 STATUS_EVERY_S = 1.0
@@ -78,13 +78,13 @@ def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None,
 
 def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
     """Train a model on pairs of answers, of which one is preferred, as ``config`` says, and return the summary. The
-    arguments are the same as in :func:`sft`."""
+    parameters ``data``, ``eval_data`` and ``resume`` are the same as in :func:`sft`."""
     return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
 
 
 def distill(config: Any, *, data: Rows | None = None, resume: bool = False) -> TuningSummary:
     """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary. The
-    arguments are the same as in :func:`sft`."""
+    parameters ``data`` and ``resume`` are the same as in :func:`sft`."""
     return tune(load_tuning(DistillConfig, config), data=data, resume=resume)
 
 
@@ -92,7 +92,7 @@ def tune(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False
 ) -> TuningSummary:
     """Train with ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, and return the summary. The
-    other arguments are the same as in :func:`sft`."""
+    parameters ``data``, ``eval_data`` and ``resume`` are the same as in :func:`sft`."""
     refuse_inside_a_run()
     prepared = prepare_tuning(config, data=data, eval_data=eval_data)
     clock = RealClock()
@@ -112,8 +112,9 @@ def tune(
 
 
 def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the run cannot go on from ``start``: because it has made its
-    last step already, or because its rows or their order have changed since its snapshot."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the run ``prepared`` in ``run_dir`` cannot go on from
+    ``start``: because it has made its last step already, or because its rows or their order have changed since its
+    snapshot."""
     steps, summary = prepared.schedule.num_steps, read_summary(run_dir)
     ended = summary is not None and summary["status"] == "finished"
     if start.step > steps or (start.step == steps and ended):
@@ -173,26 +174,35 @@ class TuningRun:
         stack: ExitStack,
     ) -> None:
         """Open the ledger, the files and the model, and restore the state of ``start``: step 0 or a snapshot.
-        ``locked_dir`` is the lock of the run directory; ``stack`` closes the opened resources."""
+        ``locked_dir`` is the lock of the run directory; ``stack`` closes the opened resources. ``prepared`` is the
+        checked run, ``run_dir`` its directory, and ``clock`` gives the time."""
         self._prepared, self._run_dir, self._locked_dir, self._clock = prepared, run_dir, locked_dir, clock
         self._totals = _Totals(steps_done=start.step)
+        """The counts and measurements of this life."""
         self._start_s = self._status_s = clock.now()
+        """The times at which this life began, and at which ``status.json`` was written last."""
         self._stop = StopRequest()
+        """The request of a signal or an alarm to end the run, which is checked before every step."""
         checkpoint.sweep(run_dir / CHECKPOINTS)
         write_sealed(run_dir / CONFIG_FILE, prepared.recorded())
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         self._observers = self._open_observers(stack)
         self._ledger = self._open_ledger(stack)
         self._rows = RowLedger(self._ledger, clock)
+        """The record of the rows in the ledger."""
         trained = prepared.schedule.places(start.step - 1).stop if start.step else 0
         self._rows.roll_back(start.step, trained)
         self._all_rows = self._training_rows()
+        """The rows to train on, as the samples of each row, with a teacher's scores if there is a teacher."""
         snapshot = "" if start.snapshot is None else str(start.snapshot)
         self._started = start_learner(prepared, snapshot, run_dir, stack)
+        """The learner with its devices and processes."""
         self._learner = self._started.learner
         self._saved = start.step if start.snapshot is not None else -1
+        """The step of the last snapshot; −1 before the first."""
         self._report_start(start)
         self._measurements: Measurements | None = None
+        """The evaluation of rewards; ``None`` without the table ``[eval]``."""
         if prepared.config.eval:
             self._measurements = Measurements(prepared.config.eval, run_dir, prepared.config.model.path)
             stack.callback(self._measurements.close)
@@ -221,7 +231,7 @@ class TuningRun:
         for writer in observe.writers:
             observers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         observers.append(stack.enter_context(open_progress(observe.view, self._prepared.schedule.num_steps)))
-        observers.append(AlarmWatch(observe.alarms, self._run_dir, self._alarmed))
+        observers.append(AlarmWatch(observe.alarms, self._run_dir, self._show_alarm))
         return Observers(observers)
 
     def _open_ledger(self, stack: ExitStack) -> Ledger:
@@ -238,7 +248,7 @@ class TuningRun:
         free again at the return."""
         config, rows = self._prepared.config, self._prepared.rows
         if isinstance(config, DistillConfig) and config.has_engine:
-            return taught_rows(config, rows, self._run_dir, self._event)
+            return score_rows(config, rows, self._run_dir, self._event)
         return rows.rows
 
     def _report_start(self, start: StartingPoint) -> None:
@@ -301,7 +311,7 @@ class TuningRun:
         ledger and in the metrics."""
         schedule, all_rows = self._prepared.schedule, self._all_rows
         numbers, rows = list(schedule.places(step)), schedule.rows(step)
-        batch, episodes = batch_of(
+        batch, episodes = make_batch(
             step, [(number, all_rows[row]) for number, row in zip(numbers, rows, strict=True)]
         )  # fmt: skip
         self._rows.take(step, numbers, rows, episodes)
@@ -310,9 +320,9 @@ class TuningRun:
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
-        """Add a step to the totals, and send its metrics to the observers. ``num_tokens`` is the number of tokens of
-        its batch, prompts included; ``epoch`` is the number of epochs trained so far. The metrics include the held-out
-        metrics of the weights before this step, and rewards that were measured since the last step."""
+        """Add the step of ``report`` to the totals, and send its metrics to the observers. ``num_tokens`` is the number
+        of tokens of its batch, prompts included; ``epoch`` is the number of epochs trained so far. The metrics include
+        the held-out metrics of the weights before this step, and rewards that were measured since the last step."""
         totals, now_s = self._totals, self._clock.now()
         totals.steps_done = report.step + 1
         totals.losses.append(report.metrics["loss"])
@@ -338,7 +348,7 @@ class TuningRun:
             seconds=report.seconds,
             dropped_tokens=report.dropped_tokens,
         )
-        totals.figures = figures(record)
+        totals.figures = format_figures(record)
         self._observers.step(record)
         if now_s - self._status_s >= STATUS_EVERY_S:
             self._write_status("running")
@@ -374,9 +384,9 @@ class TuningRun:
                 self._warn(f"[eval]: {warning}")
         return ended[-1] if ended else None
 
-    def _evaluate_rows(self, found: RowSet) -> dict[str, float]:
-        """Return the metrics of the present weights on the rows of ``found``, without training."""
-        batch, _ = batch_of(0, list(enumerate(found.rows)))
+    def _evaluate_rows(self, held_out: RowSet) -> dict[str, float]:
+        """Return the metrics of the present weights on the rows of ``held_out``, without training."""
+        batch, _ = make_batch(0, list(enumerate(held_out.rows)))
         metrics = tuning_metrics(self._learner.evaluate(batch))
         return {name: value for name, value in metrics.items() if name != "tokens"}
 
@@ -413,7 +423,7 @@ class TuningRun:
         self._totals.warnings.append(text)
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text, level="warning"))
 
-    def _alarmed(self, raised: Raised, stop: bool) -> None:
+    def _show_alarm(self, raised: Raised, stop: bool) -> None:
         """Show the user an alarm as a warning; the alarm observer calls this. With ``stop``, also end the run after the
         present step."""
         self._warn(str(raised))
@@ -480,7 +490,7 @@ class TuningRun:
         summary = TuningSummary(
             verb=self._prepared.verb,
             status=status,
-            stopped_by=self._stop.by,
+            stopped_by=self._stop.signal,
             cause=cause,
             steps=totals.steps_done,
             epochs=self._epochs(),

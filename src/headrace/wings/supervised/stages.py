@@ -169,26 +169,24 @@ class Stages:
     """The model with which the first stage begins."""
     directory: Path
     """The directory of all stages."""
-    measured: Tree
+    eval_settings: Tree
     """The table ``[eval]``, the settings of the evaluation of weights; empty: weights are not evaluated."""
     stages: Sequence[StageRun]
     """The stages in their order."""
 
 
 def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
-    """Return the stages of a file or of a tree, with the pairs ``key=value`` of ``overrides`` applied. The key of a
-    stage's setting contains the stage's number: ``stage.2.learner.lr=1e-6``.
-
-    Paths in a file are relative to its directory; paths in a tree are relative to the working directory. Raises
-    :class:`~headrace.base.errors.ConfigError`.
-    """
-    tree = source if isinstance(source, dict) else _absolute(load_toml(Path(source)), Path(source).resolve().parent)
+    """Return the stages of ``source``, a file or a tree, with the pairs ``key=value`` of ``overrides`` applied. The key
+    of a stage's setting contains the stage's number: ``stage.2.learner.lr=1e-6``."""
+    tree = (
+        source if isinstance(source, dict) else _resolve_paths(load_toml(Path(source)), Path(source).resolve().parent)
+    )
     if not isinstance(tree.get("stage"), list) or not tree["stage"]:
         raise ConfigError("the file has no [[stage]]", remedy="write one, or use headrace sft, dpo or train")
-    tree = _absolute(_overridden(tree, [parse_override(text) for text in overrides]), Path.cwd())
+    tree = _resolve_paths(_apply_overrides(tree, [parse_override(text) for text in overrides]), Path.cwd())
     config = validate(StagesConfig, tree)
     if not config.model.get("path"):
-        raise ConfigError("model.path is missing", remedy="name the model that the first stage begins with")
+        raise ConfigError("model.path is missing", remedy="set it to the model with which the first stage begins")
     stages = []
     for number, each in enumerate(config.stage, start=1):
         _refuse_own_paths(number, each)
@@ -196,11 +194,11 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
         directory = Path(config.run.dir) / f"{number}-{each.kind}"
         stages.append(StageRun(number=number, kind=each.kind, settings=settings, directory=directory))
     return Stages(
-        base=config.model["path"], directory=Path(config.run.dir), measured=config.eval, stages=stages
+        base=config.model["path"], directory=Path(config.run.dir), eval_settings=config.eval, stages=stages
     )  # fmt: skip
 
 
-def _absolute(tree: Tree, home: Path) -> Tree:
+def _resolve_paths(tree: Tree, home: Path) -> Tree:
     """Return ``tree``, the content of a file of stages, with every relative path resolved against the directory
     ``home``, also in its stages."""
     found = with_absolute_paths(tree, home)
@@ -216,10 +214,10 @@ def _absolute(tree: Tree, home: Path) -> Tree:
     return found
 
 
-def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
-    """Return the content of a file of stages merged with ``changes``, the parsed overrides of the command line. An
-    override of a stage has the stage's number as key. Raises :class:`~headrace.base.errors.ConfigError` for a number
-    that no stage has."""
+def _apply_overrides(tree: Tree, changes: Sequence[Tree]) -> Tree:
+    """Return ``tree``, the content of a file of stages, merged with ``changes``, the parsed overrides of the command
+    line. An override of a stage has the stage's number as key. Raises :class:`~headrace.base.errors.ConfigError` for a
+    number that no stage has."""
     for change in changes:
         of_stages = change.pop("stage", {})
         tree = merge(tree, change)
@@ -250,7 +248,7 @@ def _refuse_own_paths(number: int, stage: StageSection) -> None:
 def run_stages(
     source: str | Path | Tree | Stages, *, resume: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> StagesSummary:
-    """Run the stages of a file one after the other, and return the content of ``stages.json``.
+    """Run the stages of ``source``, a file, one after the other, and return the content of ``stages.json``.
 
     All stages are checked before the first begins. ``resume`` continues with the stage that was stopped or killed;
     stages that have ended are not repeated. ``tell`` is called with one line when a stage begins. Raises
@@ -298,14 +296,14 @@ def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) ->
             prepare_tuning(config)
         else:
             prepare(config, Inputs(thorough=True))
-    if stages.measured:
+    if stages.eval_settings:
         prepare(_eval_config(stages, stages.base), Inputs(thorough=True), training=False)
 
 
 def _eval_config(stages: Stages, model: str) -> RunConfig:
     """Return the settings of the evaluation ``[eval]`` of the weights in the directory ``model``."""
     try:
-        return load_config(merge(stages.measured, {"model": {"path": model}}))
+        return load_config(merge(stages.eval_settings, {"model": {"path": model}}))
     except ConfigError as error:
         error.problem = f"[eval]: {error.problem}"
         raise
@@ -313,7 +311,8 @@ def _eval_config(stages: Stages, model: str) -> RunConfig:
 
 def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if a stage that has ended was changed in the file or removed
-    from it, because the later stages depend on its weights."""
+    from it, because the later stages depend on its weights. ``results`` are the results of the stages that have
+    ended."""
     stages_by_name = {stage.name: stage for stage in stages.stages}
     for name, result in results.items():
         if name == BASE:
@@ -332,8 +331,8 @@ class _StageRunner:
     """Runs the stages of a file one after the other, evaluates their weights, and writes ``stages.json``."""
 
     def __init__(self, stages: Stages, results: dict[str, StageResult], tell: Callable[[str], None]) -> None:
-        """``results`` are the results of earlier processes by the name of the stage. ``tell`` is called with one line
-        when a stage or an evaluation begins."""
+        """Create the runner of ``stages``. ``results`` are the results of earlier processes by the name of the stage.
+        ``tell`` is called with one line when a stage or an evaluation begins."""
         self._stages, self._results, self._tell = stages, results, tell
 
     def run(self) -> StagesSummary:
@@ -377,7 +376,7 @@ class _StageRunner:
     def _record(self, result: StageResult) -> None:
         """Evaluate the weights of ``result`` if there is a table ``[eval]``, and write the result to
         ``stages.json``."""
-        if self._stages.measured:
+        if self._stages.eval_settings:
             self._tell(f"measuring {result.name}")
             measured: Evaluation = evaluate(_eval_config(self._stages, result.model))
             shares = {k: estimate.value for k, estimate in measured.pass_at.items()}

@@ -17,7 +17,7 @@ class StopRequest:
 
     requested: bool = False
     """Whether the run is to stop after its present step."""
-    by: str = ""
+    signal: str = ""
     """The name of the signal, such as ``SIGINT``; empty if the stop was not requested by a signal."""
 
 
@@ -35,7 +35,7 @@ def stopping_on_signals(stop: StopRequest, tell: Callable[[str], None]) -> Itera
         further one."""
         name = signal.Signals(number).name
         if not stop.requested:
-            stop.requested, stop.by = True, name
+            stop.requested, stop.signal = True, name
             tell("stopping after this step, with a checkpoint; Ctrl-C again to end at once")
         elif number != signal.SIGHUP:
             raise KeyboardInterrupt("stopped at once; --resume goes on")

@@ -8,7 +8,7 @@ import msgspec
 
 from headrace.control.metrics.summary import LedgerSummary
 
-_OF_SAMPLING = (
+_SAMPLING_METRICS = (
     *("kl_mu_k1", "kl_mu_k3", "mismatch_k1", "mismatch_k3", "stale_k1", "stale_k3", "ratio_mu", "ratio_mu_squared"),
     *("ess", "chi2", "mismatch_kl", "mismatch_abs", "log_ratio_abs_max", "age_mean", "age_max"),
     *("staleness_k1", "staleness_k3", "sequence_ratio_mu", "sequence_ratio_mu_squared", "ess_sequences"),
@@ -19,7 +19,7 @@ _OF_SAMPLING = (
 def tuning_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step without the metrics that compare the learner with the policy that sampled the
     tokens."""
-    return {name: value for name, value in metrics.items() if name.partition("/")[0] not in _OF_SAMPLING}
+    return {name: value for name, value in metrics.items() if name.partition("/")[0] not in _SAMPLING_METRICS}
 
 
 class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,7 +89,7 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
         verify_model(Path(teacher.path))
         path = resolve_teacher_model(teacher, config.model).path
         refuse_other_vocabulary(path, config.model.path, f"{SETTING} path")
-        longest, most = _longest(rows.rows), context_length(path)
+        longest, most = _longest_sample(rows.rows), context_length(path)
         if most < longest:
             raise ConfigError(
                 f"{SETTING} path={path!r} was made for {most} tokens, and the longest row has {longest}",
@@ -109,10 +109,11 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` unless the server decodes every token id to the same text as
-    ``tokenizer``, so that both models have the same vocabulary; also if the server cannot decode tokens."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the server of ``teacher`` decodes every token id to the
+    same text as ``tokenizer``, so that both models have the same vocabulary; also if the server cannot decode
+    tokens."""
     ids = sorted(tokenizer.get_vocab().values())
-    async with connect(_endpoint(teacher)) as engine:
+    async with connect(_find_endpoint(teacher)) as engine:
         try:
             await engine.detokenize(ids[:1])
         except HeadraceError as error:
@@ -155,7 +156,7 @@ async def _differing_token(engine: RemoteEngine, tokenizer: Any, ids: list[int])
     return ids[0]
 
 
-def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
+def _find_endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
     """Return the address of the teacher's server, with its API key. Raises :class:`~headrace.base.errors.ConfigError`
     if the environment variable of the key is not set."""
     key = secret(teacher.api_key_env) if teacher.api_key_env else ""
@@ -170,9 +171,9 @@ def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
 # -- in the run -------------------------------------------------------------------------------------------------------
 
 
-def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callable[[str], None]) -> list[Row]:
-    """Return the rows with the teacher's scores of each token that carries loss. Scores that exist in ``run_dir`` are
-    read; the teacher computes the others, during which ``tell`` is called with lines of progress.
+def score_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callable[[str], None]) -> list[Row]:
+    """Return ``rows`` with the scores of each token that carries loss by the teacher of ``config``. Scores that exist
+    in ``run_dir`` are read; the teacher computes the others, during which ``tell`` is called with lines of progress.
 
     Raises :class:`~headrace.base.errors.DataError` for a row that the teacher cannot score.
     """
@@ -181,7 +182,7 @@ def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callab
     if missing:
         (run_dir / DIRECTORY).mkdir(exist_ok=True)
         tell(f"the teacher scores {plural(sum(len(file.rows) for file in missing), 'row')}")
-        _score_missing(_scorer(config, rows), missing, tell)
+        _score_missing(_make_scorer(config, rows), missing, tell)
         gc.collect()  # free the engine's memory for the learner
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -290,9 +291,9 @@ _COLUMNS: dict[str, Callable[[TopScores], Any]] = {
 """The tensors of a file by name, each as a function of a sample's scores."""
 
 
-def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
+def _make_scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
     """Return the function that scores samples: with a server, or with an engine in this process that exists as long as
-    the function."""
+    the function. ``config`` are the settings with the teacher, and ``rows`` the rows that will be scored."""
     below = int(read_config(config.model.path).get_text_config().vocab_size)
     if config.teacher is not None:
         server = config.teacher
@@ -304,7 +305,7 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
     core = NativeEngine(
         model,
         EngineConfig(max_sequences=1).on(device, shared=False),
-        max_context=max(2, _longest(rows.rows)),
+        max_context=max(2, _longest_sample(rows.rows)),
         receiver=LoadedWeights(),
         clock=RealClock(),
     )
@@ -345,7 +346,7 @@ async def _request_scores(teacher: ServerTeacher, samples: Sequence[RenderedSamp
                     remedy=error.remedy,
                 ) from None
 
-    async with connect(_endpoint(teacher)) as engine:
+    async with connect(_find_endpoint(teacher)) as engine:
         try:
             async with asyncio.TaskGroup() as group:
                 calls = [group.create_task(ask(engine, sample)) for sample in samples]
@@ -354,6 +355,6 @@ async def _request_scores(teacher: ServerTeacher, samples: Sequence[RenderedSamp
     return [call.result() for call in calls]
 
 
-def _longest(rows: Sequence[Row]) -> int:
+def _longest_sample(rows: Sequence[Row]) -> int:
     """Return the number of tokens of the longest sample of ``rows``."""
     return max(len(sample.ids_T) for row in rows for sample in row)

@@ -28,7 +28,8 @@ class TiedProcess:
     ) -> None:
         """Start a Python interpreter that calls the function ``main`` of ``module``, which must read ``order``, one
         line, with :func:`read_order`. Its output is appended to the file ``log``. ``environment`` are its environment
-        variables, by default the variables of this process; ``pass_fds`` are file descriptors that it inherits."""
+        variables, by default the variables of this process; ``pass_fds`` are file descriptors that it inherits.
+        ``arguments`` are its command-line arguments."""
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -63,7 +64,7 @@ class TiedProcess:
             return None
 
     def last_lines(self, count: int = 3) -> str:
-        """Return the last lines of the log, joined by slashes; empty if it has none."""
+        """Return the last ``count`` lines of the log, joined by slashes; empty if it has none."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return " / ".join(lines[-count:])
 

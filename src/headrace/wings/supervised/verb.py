@@ -126,8 +126,9 @@ def _show_stages(summary: StagesSummary, again: str) -> None:
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
-    """Run ``headrace sft``, ``dpo`` or ``distill`` with validated settings: with ``dry_run`` only describe the run,
-    otherwise train and print the summary. With ``as_json`` the output is JSON."""
+    """Run ``headrace sft``, ``dpo`` or ``distill`` with the validated settings ``config``: with ``dry_run`` only
+    describe the run, otherwise train and print the summary. With ``resume``, continue the run of an earlier life. With
+    ``as_json`` the output is JSON."""
     if dry_run:
         from headrace.wings.supervised.preparing import explain_tuning, prepare_tuning
 
@@ -154,8 +155,8 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
 
 
 def _show(summary: TuningSummary, again: str) -> None:
-    """Print the main figures of a run that has ended, its warnings and its directory. If it was stopped, also print
-    ``again``, the command that resumes it."""
+    """Print the main figures of the run with the summary ``summary``, its warnings and its directory. If it was
+    stopped, also print ``again``, the command that resumes it."""
     from headrace.run.observe.words import duration, number, plural
 
     out = console()

@@ -73,9 +73,11 @@ class ServerHolder:
     wait for the service, or receive status 503, after which clients retry."""
 
     def __init__(self) -> None:
-        """Make a holder without a service."""
+        """Create a holder without a service."""
         self._service: TinkerService | None = None
+        """The service; ``None`` while the models are loaded."""
         self._changed = asyncio.Event()
+        """Set once the service is there, or once the server ends."""
 
     def serve(self, service: TinkerService) -> None:
         """Let ``service`` answer requests from now on."""
@@ -154,7 +156,7 @@ class KeyAuth:
                     remedy="export TINKER_API_KEY as headrace tinker printed it",
                     status=401,
                 )
-                await _refused(Request(scope, receive), problem)(scope, receive, send)
+                await _respond_refused(Request(scope, receive), problem)(scope, receive, send)
                 return
             mark_authorized(scope)
         await self._app(scope, receive, send)
@@ -162,17 +164,18 @@ class KeyAuth:
 
 def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Clock) -> KeyAuth:
     """Return the whole server as an ASGI application: the routes, which call the service of ``holder``, behind the
-    check of ``key``. ``max_body_bytes`` is the largest size of the body of any request."""
+    check of ``key``. ``max_body_bytes`` is the largest size of the body of any request. ``clock`` gives the time by
+    which signed URLs expire."""
     signer = UrlSigner(key, clock)
     routes = _Routes(holder, max_body_bytes, signer)
     app = Starlette(
         routes=routes.all(),
         exception_handlers={
-            HeadraceError: _refused,
-            HTTPException: _not_found,
-            ClientDisconnect: _gone,
-            sqlite3.OperationalError: _not_written,
-            Exception: _broken,
+            HeadraceError: _respond_refused,
+            HTTPException: _respond_not_found,
+            ClientDisconnect: _respond_disconnected,
+            sqlite3.OperationalError: _respond_not_written,
+            Exception: _respond_broken,
         },
     )
     return KeyAuth(app, key, signer)
@@ -201,60 +204,82 @@ class _Routes:
         self._holder, self._max_body_bytes, self._signer = holder, max_body_bytes, signer
 
     def all(self) -> list[Route]:
-        """Return all routes of the server: each path with its method and its endpoint."""
-        of_model = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
-        posts: dict[str, Endpoint] = {
-            "client/config": self._fixed({}, schema.ClientConfigBody),
-            "client/dynamic_config": self._fixed({"sample_cancel_enabled": True}, schema.ClientConfigBody),
-            "create_session": self._posted(lambda service, body: service.create_session(body)),
-            "session_heartbeat": self._posted(lambda service, body: service.heartbeat(body)),
-            "create_model": self._posted(lambda service, body: service.create_model(body)),
-            "get_info": self._posted(lambda service, body: service.get_info(body)),
-            "forward_backward": self._in_order(
-                lambda service, body: service.train(body), wire.place_of, self._max_body_bytes
-            ),
-            "load_weights": self._in_order(lambda service, body: service.load_weights(body), schema.place_of),
-            "create_sampling_session": self._posted(lambda service, body: service.create_sampling_session(body)),
-            "asample": self._sample,
-            "retrieve_future": self._retrieve,
-            "cancel_future": self._posted(lambda service, body: service.cancel(body)),
-            "telemetry": self._telemetry,
-            "weights_info": self._posted(lambda service, body: service.catalog.weights_info(body)),
-            **{kind: self._of_model(kind) for kind in of_model},
-        }
-        run = f"{PREFIX}/training_runs/{{model}}"
-        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
-        gets: dict[str, Endpoint] = {
-            "/healthz": self._healthz,
-            f"{PREFIX}/healthz": self._healthz,
-            f"{PREFIX}/get_server_capabilities": self._got(lambda service, _: service.capabilities()),
-            f"{PREFIX}/samplers/{{sampler}}": self._got(lambda service, path: service.get_sampler(path["sampler"])),
-            f"{PREFIX}/sessions/{{session}}": self._got(lambda service, path: service.catalog.session(path["session"])),
-            f"{PREFIX}/sessions": self._listed(lambda service, query, *page: service.catalog.sessions(*page)),
-            f"{PREFIX}/training_runs": self._listed(
-                lambda service, query, *page: service.catalog.training_runs(*page, query.get("project_id"))
-            ),
-            f"{PREFIX}/checkpoints": self._listed(
-                lambda service, query, *page: service.catalog.checkpoints(None, *page)
-            ),
-            run: self._got(lambda service, path: service.catalog.training_run(path["model"])),
-            f"{run}/checkpoints": self._got(lambda service, path: service.catalog.checkpoints(path["model"])),
-            f"{checkpoint}/external_weights_urls": self._urls,
-            f"{checkpoint}/files/{{file}}": self._file,
-        }
+        """Return all routes of the server: each path with its method and its endpoint. Each endpoint belongs to one
+        method of :class:`~headrace.wings.tinker.service.TinkerService`."""
+        checkpoint = f"{PREFIX}/training_runs/{{model}}/checkpoints/{{kind}}/{{name}}"
         return [
-            *(Route(f"{PREFIX}/{path}", endpoint, methods=["POST"]) for path, endpoint in posts.items()),
-            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),
+            *(Route(f"{PREFIX}/{path}", endpoint, methods=["POST"]) for path, endpoint in self._make_posts().items()),
+            *(Route(path, endpoint, methods=["GET"]) for path, endpoint in self._make_gets().items()),
             Route(f"{PREFIX}/sessions/{{session}}/finish", self._finish, methods=["POST"]),
             Route(checkpoint, self._delete, methods=["DELETE"]),
             Route(f"{checkpoint}/ttl", self._ttl, methods=["PUT"]),
         ]
 
+    def _make_posts(self) -> dict[str, Endpoint]:
+        """Return the endpoints of POST requests by their paths below :data:`PREFIX`."""
+        model_kinds = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
+        return {
+            "client/config": self._make_fixed_endpoint({}, schema.ClientConfigBody),
+            "client/dynamic_config": self._make_fixed_endpoint(
+                {"sample_cancel_enabled": True}, schema.ClientConfigBody
+            ),
+            "create_session": self._make_post_endpoint(lambda service, body: service.create_session(body)),
+            "session_heartbeat": self._make_post_endpoint(lambda service, body: service.heartbeat(body)),
+            "create_model": self._make_post_endpoint(lambda service, body: service.create_model(body)),
+            "get_info": self._make_post_endpoint(lambda service, body: service.get_info(body)),
+            "forward_backward": self._make_ordered_endpoint(
+                lambda service, body: service.train(body), wire.read_model_and_seq, self._max_body_bytes
+            ),
+            "load_weights": self._make_ordered_endpoint(
+                lambda service, body: service.load_weights(body), schema.read_model_and_seq
+            ),
+            "create_sampling_session": self._make_post_endpoint(
+                lambda service, body: service.create_sampling_session(body)
+            ),
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "cancel_future": self._make_post_endpoint(lambda service, body: service.cancel(body)),
+            "telemetry": self._telemetry,
+            "weights_info": self._make_post_endpoint(lambda service, body: service.catalog.weights_info(body)),
+            **{kind: self._make_model_endpoint(kind) for kind in model_kinds},
+        }
+
+    def _make_gets(self) -> dict[str, Endpoint]:
+        """Return the endpoints of GET requests by their paths."""
+        run = f"{PREFIX}/training_runs/{{model}}"
+        checkpoint = f"{run}/checkpoints/{{kind}}/{{name}}"
+        return {
+            "/healthz": self._healthz,
+            f"{PREFIX}/healthz": self._healthz,
+            f"{PREFIX}/get_server_capabilities": self._make_get_endpoint(lambda service, _: service.capabilities()),
+            f"{PREFIX}/samplers/{{sampler}}": self._make_get_endpoint(
+                lambda service, path: service.get_sampler(path["sampler"])
+            ),
+            f"{PREFIX}/sessions/{{session}}": self._make_get_endpoint(
+                lambda service, path: service.catalog.session(path["session"])
+            ),
+            f"{PREFIX}/sessions": self._make_list_endpoint(
+                lambda service, query, *page: service.catalog.sessions(*page)
+            ),
+            f"{PREFIX}/training_runs": self._make_list_endpoint(
+                lambda service, query, *page: service.catalog.training_runs(*page, query.get("project_id"))
+            ),
+            f"{PREFIX}/checkpoints": self._make_list_endpoint(
+                lambda service, query, *page: service.catalog.checkpoints(None, *page)
+            ),
+            run: self._make_get_endpoint(lambda service, path: service.catalog.training_run(path["model"])),
+            f"{run}/checkpoints": self._make_get_endpoint(
+                lambda service, path: service.catalog.checkpoints(path["model"])
+            ),
+            f"{checkpoint}/external_weights_urls": self._urls,
+            f"{checkpoint}/files/{{file}}": self._file,
+        }
+
     async def _catalog(self) -> Catalog:
         """Wait for the service, and return its catalogue of sessions, models and checkpoints."""
         return (await self._holder.ready()).catalog
 
-    def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
+    def _make_fixed_endpoint(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
         """Return an endpoint that validates the body of a request as a ``kind``, and always returns the same JSON
         ``answer``."""
 
@@ -265,7 +290,7 @@ class _Routes:
 
         return endpoint
 
-    def _posted(self, answer: Callable[[TinkerService, bytes], dict[str, Any]]) -> Endpoint:
+    def _make_post_endpoint(self, answer: Callable[[TinkerService, bytes], dict[str, Any]]) -> Endpoint:
         """Return an endpoint whose JSON answer the function ``answer`` computes from the service and the body of the
         request."""
 
@@ -275,7 +300,7 @@ class _Routes:
 
         return endpoint
 
-    def _got(self, answer: Callable[[TinkerService, Any], dict[str, Any]]) -> Endpoint:
+    def _make_get_endpoint(self, answer: Callable[[TinkerService, Any], dict[str, Any]]) -> Endpoint:
         """Return an endpoint whose JSON answer the function ``answer`` computes from the service and the parameters in
         the path of the request."""
 
@@ -285,7 +310,7 @@ class _Routes:
 
         return endpoint
 
-    def _listed(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
+    def _make_list_endpoint(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
         """Return an endpoint that answers with one page of a list. The function ``answer`` receives the service, the
         query parameters, and ``limit`` and ``offset`` as integers (20 and 0 by default)."""
 
@@ -299,28 +324,31 @@ class _Routes:
 
         return endpoint
 
-    def _of_model(self, kind: str) -> Endpoint:
+    def _make_model_endpoint(self, kind: str) -> Endpoint:
         """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
-        return self._in_order(lambda service, body: service.of_model(kind)(body), schema.place_of)
+        return self._make_ordered_endpoint(
+            lambda service, body: service.make_model_endpoint(kind)(body), schema.read_model_and_seq
+        )
 
-    def _in_order(
+    def _make_ordered_endpoint(
         self,
         answer: Callable[[TinkerService, bytes], dict[str, Any]],
-        place_of: Callable[[bytes], tuple[str, int]],
-        most: int = JSON_BYTES,
+        read_model_and_seq: Callable[[bytes], tuple[str, int]],
+        max_bytes: int = JSON_BYTES,
     ) -> Endpoint:
         """Return an endpoint that accepts a request of a model, to be computed in the order of the model's requests. If
-        its body has more than ``most`` bytes, the request is recorded as failed, so that later requests of the model do
-        not wait for it; ``place_of`` reads the model and the request's number from the beginning of the body."""
+        its body has more than ``max_bytes`` bytes, the request is recorded as failed, so that later requests of the
+        model do not wait for it; ``read_model_and_seq`` reads the model and the request's number from the beginning of
+        the body. ``answer`` records the request, and returns the answer for the client."""
 
         async def endpoint(request: Request) -> Response:
             """Accept the request, and answer with the request id under which the client polls for the result. If its
             body is too long, record it as failed, and raise :class:`LongBody`."""
             service = await self._holder.ready()
             try:
-                body = await self._body(request, most)
+                body = await self._body(request, max_bytes)
             except LongBody as error:
-                service.refuse(place_of, error.beginning, error)
+                service.refuse(read_model_and_seq, error.beginning, error)
                 raise
             return JSONResponse(answer(service, body))
 
@@ -334,7 +362,7 @@ class _Routes:
     async def _retrieve(self, request: Request) -> Response:
         """Answer with the result of an earlier request, or with status 408 if there is none yet, after which the client
         polls again."""
-        return _response(await (await self._holder.ready()).retrieve(await self._body(request)))
+        return _make_response(await (await self._holder.ready()).retrieve(await self._body(request)))
 
     async def _telemetry(self, request: Request) -> Response:
         """Accept the client's telemetry and ignore it."""
@@ -354,19 +382,19 @@ class _Routes:
     async def _delete(self, request: Request) -> Response:
         """Delete the checkpoint that the path names, in a thread, and answer with status 204."""
         catalog = await self._catalog()
-        await asyncio.to_thread(catalog.delete_checkpoint, request.path_params["model"], _named(request))
+        await asyncio.to_thread(catalog.delete_checkpoint, request.path_params["model"], _get_checkpoint_name(request))
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
         """Set the time to live of the checkpoint that the path names."""
         catalog, body = await self._catalog(), await self._body(request)
-        catalog.set_ttl(request.path_params["model"], _named(request), body)
+        catalog.set_ttl(request.path_params["model"], _get_checkpoint_name(request), body)
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
         """Answer with signed URLs, one for each file of a checkpoint. They need no key, and are valid for
         :data:`URLS_S` seconds."""
-        files = (await self._catalog()).files_of(request.path_params["model"], _named(request))
+        files = (await self._catalog()).list_files(request.path_params["model"], _get_checkpoint_name(request))
         root = request.url.path.removesuffix("external_weights_urls")
         urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
         return JSONResponse(self._signer.sign(urls))
@@ -374,34 +402,36 @@ class _Routes:
     async def _file(self, request: Request) -> Response:
         """Answer with the content of one file of a checkpoint."""
         path = request.path_params
-        return FileResponse((await self._catalog()).file_of(path["model"], _named(request), path["file"]))
+        return FileResponse(
+            (await self._catalog()).find_file(path["model"], _get_checkpoint_name(request), path["file"])
+        )
 
-    async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
-        """Read and return the body of a request. Raises :class:`LongBody` if it has more than ``most`` bytes or more
-        than the server's limit for all requests, and :class:`Refusal` with status 415 if it is compressed."""
-        most = min(most, self._max_body_bytes)
+    async def _body(self, request: Request, max_bytes: int = JSON_BYTES) -> bytes:
+        """Read and return the body of a request. Raises :class:`LongBody` if it has more than ``max_bytes`` bytes or
+        more than the server's limit for all requests, and :class:`Refusal` with status 415 if it is compressed."""
+        max_bytes = min(max_bytes, self._max_body_bytes)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal("the body is compressed", remedy="send it as it is: client/config says so", status=415)
         parts, size = list[bytes](), 0
         async for part in request.stream():
             size += len(part)
-            if size > most:
-                raise LongBody(most, b"".join([*parts, part])[:BEGINNING_BYTES])
+            if size > max_bytes:
+                raise LongBody(max_bytes, b"".join([*parts, part])[:BEGINNING_BYTES])
             parts.append(part)
         return b"".join(parts)
 
 
-def _named(request: Request) -> str:
+def _get_checkpoint_name(request: Request) -> str:
     """Return the name ``KIND/NAME`` of the checkpoint in the path of a request."""
     return f"{request.path_params['kind']}/{request.path_params['name']}"
 
 
-def _response(found: ResultResponse) -> Response:
+def _make_response(result: ResultResponse) -> Response:
     """Return a result of the service as an HTTP response."""
-    return Response(found.body, media_type=found.media, status_code=found.status)
+    return Response(result.body, media_type=result.media, status_code=result.status)
 
 
-def _refused(_: Request, error: Exception) -> Response:
+def _respond_refused(_: Request, error: Exception) -> Response:
     """Return an error of Headrace as a JSON response in the client's format. Statuses 429 and 503 have the header
     ``retry-after``."""
     assert isinstance(error, HeadraceError)
@@ -412,7 +442,7 @@ def _refused(_: Request, error: Exception) -> Response:
     return Response(json.dumps(body), media_type="application/json", status_code=status, headers=headers)
 
 
-def _not_found(request: Request, error: Exception) -> Response:
+def _respond_not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path that is not served. It contains the reason if the path belongs to a
     part of the protocol that Headrace does not implement."""
     assert isinstance(error, HTTPException)
@@ -421,24 +451,24 @@ def _not_found(request: Request, error: Exception) -> Response:
     why = why or REFUSED_PARTS.get(path.rpartition("/")[2])
     status = error.status_code if why is None else 404  # not 405, if the path has other methods
     why = why or "docs/tinker.md lists what is served"
-    return _refused(request, Refusal(f"{excerpt(path)} is not served", remedy=why, status=status))
+    return _respond_refused(request, Refusal(f"{excerpt(path)} is not served", remedy=why, status=status))
 
 
-def _not_written(request: Request, error: Exception) -> Response:
+def _respond_not_written(request: Request, error: Exception) -> Response:
     """Return the response (status 503) to a request that cannot be written to the journal, for example because the disk
     is full. The client retries."""
     problem = f"the server cannot write its state: {error}"
     log.warning("%s", problem)
-    return _refused(request, Refusal(problem, remedy="make room on its disk, and ask again", status=503))
+    return _respond_refused(request, Refusal(problem, remedy="make room on its disk, and ask again", status=503))
 
 
-def _gone(_: Request, __: Exception) -> Response:
+def _respond_disconnected(_: Request, __: Exception) -> Response:
     """Return a placeholder response. The client closed the connection before its body was complete, so the response is
     not sent."""
     return Response(status_code=400)
 
 
-def _broken(_: Request, error: Exception) -> Response:
+def _respond_broken(_: Request, error: Exception) -> Response:
     """Return the response (status 500) to a request during which an unexpected error of the server occurred."""
     words = f"the server failed: {type(error).__name__}: {error}"
     return JSONResponse({"error": words, "category": "server", "detail": words}, status_code=500)

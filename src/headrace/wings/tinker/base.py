@@ -53,7 +53,7 @@ class ServedBase:
     service looks it up by the name in a client's request."""
 
     names: tuple[str, ...]
-    """The names under which clients ask for this base."""
+    """The names under which clients request this base."""
     training: FrozenBase
     """The frozen model, and the training computation with the weights of any client."""
     engine: LocalEngine
@@ -83,7 +83,7 @@ class LoadedBase:
     def __init__(self, base: BaseConfig, config: TinkerConfig, clock: Clock) -> None:
         """Load the model that ``base`` names, and create its training computation and its engine, which is not started
         yet. ``config`` has the settings of the server; the limits of the cache and of resident samplers are divided
-        equally among its bases."""
+        equally among its bases. ``clock`` gives the time to the engine."""
         self._base, self._clock = base, clock
         path, device = str(base.path), str(use_device("--device", config.device))
         tokenizer, model = load_tokenizer(path), load_model(ModelConfig(path=path), device)
@@ -97,6 +97,7 @@ class LoadedBase:
         passes = WholePasses(WholeKind(twin)) if base.whole else AdapterPasses(MultiLora(twin))
         resident = MOST_WHOLE_SAMPLERS if base.whole else max(1, config.max_resident // len(config.bases))
         self._weights = SamplerWeights(passes, resident)
+        """The weights of all sampling sessions, which the engine uses as adapters."""
         max_context = config.engine.max_context or self.training.max_context
         engine = config.engine.on(device, shared=True)
         if base.whole:  # the weights change between passes, and the kernels would use packed copies of old weights
@@ -111,14 +112,16 @@ class LoadedBase:
             adapters=self._weights,
             head=wanted_head(engine.speculation, ModelConfig(path=path), model),
         )
+        """The engine, which is not started yet."""
         self._core.commit(INITIAL)
         context = min(max_context, self._core.stats().cache_blocks * BLOCK)
         ends = stop_ids(path, tokenizer.eos_token_id)
         self._limits = SampleLimits(vocab_size=compute.vocab_size, max_context=context, stop_ids=ends)
+        """The limits of sampling requests to this base."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which clients ask for this base."""
+        """The names under which clients request this base."""
         return self._base.names
 
     async def start_engine(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:

@@ -19,8 +19,8 @@ from headrace.base.clock import Clock
 from headrace.base.net.refusal import Refusal, excerpt
 from headrace.models.multilora import ATTENTION, HEAD, MLP
 from headrace.wings.tinker import schema
-from headrace.wings.tinker.files import OWN_FILES, checked_ttl, facts_of_state
-from headrace.wings.tinker.journal import Journal, facts_of
+from headrace.wings.tinker.files import OWN_FILES, check_ttl, read_state_facts
+from headrace.wings.tinker.journal import Journal, decode_facts
 
 FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
 """The part of a model for each flag of the client; for whole weights all flags are true."""
@@ -59,12 +59,13 @@ class Catalog:
     def spec(self, row: Any) -> dict[str, Any]:
         """Return the settings of the model that a checkpoint was saved from: its base, rank, seed and trained parts.
         ``row`` is the checkpoint's row of the journal."""
-        found: dict[str, Any] = facts_of_state(Path(row["directory"]))["spec"]
+        found: dict[str, Any] = read_state_facts(Path(row["directory"]))["spec"]
         return found
 
     def weights_info(self, body: bytes) -> dict[str, Any]:
         """Return the facts of a checkpoint that the client needs in order to create a model from it: its base, its rank
-        (``None`` for whole weights) and, as flags, the parts that it trains."""
+        (``None`` for whole weights) and, as flags, the parts that it trains. ``body`` is the JSON that names the
+        checkpoint."""
         path = schema.parse(body, schema.PathBody).tinker_path
         row = self.checkpoint(path, "weights", "sampler_weights", "external_weights")
         spec = self.spec(row)
@@ -88,9 +89,9 @@ class Catalog:
             "model_owner": "local",
             "is_lora": spec["rank"] is not None,
             "lora_rank": spec["rank"],
-            "last_request_time": _time(row["used_s"]),
-            "last_checkpoint": self._last(model, "weights"),
-            "last_sampler_checkpoint": self._last(model, "sampler_weights"),
+            "last_request_time": _format_time(row["used_s"]),
+            "last_checkpoint": self._find_last_checkpoint(model, "weights"),
+            "last_sampler_checkpoint": self._find_last_checkpoint(model, "sampler_weights"),
         }
 
     def training_runs(self, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Catalog:
         query = "SELECT m.id, s.facts FROM models m LEFT JOIN sessions s ON s.id = m.session ORDER BY used_s DESC, m.id"
         rows = self._journal.all(query)
         if project is not None:
-            rows = [row for row in rows if facts_of(row).get("project_id") == project]
+            rows = [row for row in rows if decode_facts(row).get("project_id") == project]
         runs = [self.training_run(row["id"]) for row in rows[offset : offset + limit]]
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
 
@@ -112,7 +113,7 @@ class Catalog:
         query = f"SELECT * FROM checkpoints WHERE kind != 'ephemeral' {of_one} ORDER BY created_s DESC, path"
         rows = self._journal.all(query, *([] if model is None else [model]))
         kept = rows if limit is None else rows[offset : offset + limit]
-        found: dict[str, Any] = {"checkpoints": [_shown_checkpoint(row) for row in kept]}
+        found: dict[str, Any] = {"checkpoints": [_describe_checkpoint(row) for row in kept]}
         if limit is not None:
             found["cursor"] = {"offset": offset, "limit": limit, "total_count": len(rows)}
         return found
@@ -133,26 +134,27 @@ class Catalog:
         """Set when the checkpoint ``name`` (``KIND/NAME``) of ``model`` expires: after the ``ttl_seconds`` of the body,
         counted from now, or never if they are ``None``."""
         row = self.checkpoint(f"tinker://{model}/{name}")
-        ttl_s = checked_ttl(schema.parse(body, schema.TtlBody).ttl_seconds)
+        ttl_s = check_ttl(schema.parse(body, schema.TtlBody).ttl_seconds)
         expires = None if ttl_s is None else self._clock.wall() + ttl_s
         self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
 
-    def files_of(self, model: str, name: str) -> list[str]:
+    def list_files(self, model: str, name: str) -> list[str]:
         """Return the names of the files of the external checkpoint ``name`` (``KIND/NAME``) of ``model`` that a client
         may download; files that only this server reads are excluded."""
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name not in OWN_FILES)
 
-    def file_of(self, model: str, name: str, file: str) -> Path:
-        """Return the path of one file of an external checkpoint. Raises :class:`Refusal` (status 404) for a file that
-        :meth:`files_of` does not name."""
-        if file not in self.files_of(model, name):
+    def find_file(self, model: str, name: str, file: str) -> Path:
+        """Return the path of the file ``file`` of the external checkpoint ``name`` (``KIND/NAME``) of ``model``. Raises
+        :class:`Refusal` (status 404) for a file that :meth:`list_files` does not list."""
+        if file not in self.list_files(model, name):
             raise Refusal(f"there is no file {excerpt(file)}", remedy="take a URL of this server", status=404)
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return Path(row["directory"]) / file
 
     def sessions(self, limit: int, offset: int) -> dict[str, Any]:
-        """Return one page of the ids of all sessions, the newest first."""
+        """Return one page of the ids of all sessions, the newest first: at most ``limit`` ids after the first
+        ``offset``."""
         rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC LIMIT ? OFFSET ?", limit, offset)
         return {"sessions": [row["id"] for row in rows]}
 
@@ -162,7 +164,7 @@ class Catalog:
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
             raise Refusal(f"there is no session {excerpt(session)}", remedy="list them first", status=404)
-        facts = facts_of(row)
+        facts = decode_facts(row)
         runs = self._journal.all("SELECT id FROM models WHERE session = ? ORDER BY number", session)
         samplers = self._journal.all("SELECT id FROM samplers WHERE session = ?", session)
         return {
@@ -172,29 +174,29 @@ class Catalog:
             "display_name": facts["display_name"],
         }
 
-    def _last(self, model: str, kind: str) -> dict[str, Any] | None:
+    def _find_last_checkpoint(self, model: str, kind: str) -> dict[str, Any] | None:
         """Return the newest checkpoint of one ``kind`` of a model in the client's format; ``None`` if it has none."""
         query = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created_s DESC LIMIT 1"
         row = self._journal.one(query, model, kind)
-        return None if row is None else _shown_checkpoint(row)
+        return None if row is None else _describe_checkpoint(row)
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     """Return a time, given in seconds since 1970, as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def _shown_checkpoint(row: Any) -> dict[str, Any]:
+def _describe_checkpoint(row: Any) -> dict[str, Any]:
     """Convert a checkpoint's row of the journal to the client's format."""
     kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-    facts = facts_of(row)
+    facts = decode_facts(row)
     return {
         "checkpoint_id": "/".join(row["path"].split("/")[-2:]),
         "checkpoint_type": kinds[row["kind"]],
-        "time": _time(row["created_s"]),
+        "time": _format_time(row["created_s"]),
         "tinker_path": row["path"],
         "size_bytes": row["size_bytes"],
         "public": False,
         "user_metadata": facts.get("user_metadata"),
-        "expires_at": None if row["expires_s"] is None else _time(row["expires_s"]),
+        "expires_at": None if row["expires_s"] is None else _format_time(row["expires_s"]),
     }

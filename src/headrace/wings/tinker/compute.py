@@ -68,7 +68,7 @@ class FrozenBase:
     compute: BaseCompute
     """The forward and backward passes with the base."""
     max_rank: int
-    """The largest rank of an adapter that a client may ask for."""
+    """The largest rank of an adapter that a client may request."""
     max_context: int
     """The largest number of tokens of one datum."""
 
@@ -95,6 +95,7 @@ class BaseCompute:
         """Prepare the passes over ``model``, whose head and trunk are split so that logits are computed in chunks."""
         self.model = model
         self._budget = tokens_per_microbatch
+        """Largest number of positions of one pass."""
         self._device = model.device
         self.vocab_size = count_vocabulary(model)
         parts = split_model(model, self._inputs([np.zeros(2, np.int32)]))
@@ -106,7 +107,9 @@ class BaseCompute:
             False: TokenLogprobs(parts, chunk, 1.0, entropy_gradient=False),
             True: TokenLogprobs(untiled, chunk, 1.0, entropy_gradient=False),
         }
+        """The computation of log π of targets, by whether the head must be called as a module."""
         self._top = {False: TopEntries(parts, chunk, 1.0), True: TopEntries(untiled, chunk, 1.0)}
+        """The computation of the likeliest tokens, by whether the head must be called as a module."""
 
     def train(
         self,

@@ -89,20 +89,20 @@ class DataLimits:
 def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[str], limits: DataLimits) -> None:
     """Raise :class:`~headrace.base.errors.DataError`, which names the datum, if a datum cannot be trained. It must have
     all the loss inputs ``needed`` and no others except the ``optional`` ones. Its values must have the right shapes, be
-    finite, and be within the vocabulary and the context."""
+    finite, and be within the vocabulary and the context. ``limits`` are the limits of the base model."""
     if not data:
         raise DataError("there are no data", remedy="give at least one datum")
     for place, datum in enumerate(data):
-        problem = _problem(datum, needed, optional, limits)
+        problem = _find_problem(datum, needed, optional, limits)
         if problem:
             raise DataError(f"data[{place}]: {problem[0]}", remedy=problem[1])
 
 
-def _problem(
+def _find_problem(
     datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
 ) -> tuple[str, str] | None:
     """Return the reason why a datum cannot be trained, and the remedy; ``None`` if it can be trained. ``needed`` and
-    ``optional`` are names of loss inputs."""
+    ``optional`` are names of loss inputs, and ``limits`` are the limits of the base model."""
     count = len(datum.ids_N)
     if datum.foreign:
         return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"
@@ -126,10 +126,10 @@ def _problem(
         return found, f"give int64 of shape [{count}] or [{count}, K]"
     if len(shape) == 2 and TARGETS in needed and ADVANTAGES in needed:
         return f"{TARGETS} has shape {list(shape)}", "only cross_entropy has several targets at a position"
-    return _wrong_columns(datum, shape) or _wrong_spans(datum, count)
+    return _find_wrong_columns(datum, shape) or _find_wrong_spans(datum, count)
 
 
-def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | None:
+def _find_wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | None:
     """Return the problem and the remedy for the first loss input of ``datum`` that does not have the ``shape`` of its
     targets or is not finite; ``None`` if all inputs are valid."""
     for name, values in datum.inputs.items():
@@ -145,7 +145,7 @@ def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | No
     return None
 
 
-def _wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
+def _find_wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
     """Return the problem and the remedy if provenance spans of ``datum`` do not add up to its ``count`` positions;
     ``None`` if they do or are absent."""
     for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):

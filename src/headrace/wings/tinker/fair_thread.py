@@ -21,14 +21,19 @@ class FairThread:
     """A thread that shares its time fairly among keys: between two pieces of one key, at most one piece of each other
     key is computed."""
 
-    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        """Start the thread with the name ``name``. If a job raises an error, the thread calls ``failed`` with the error
-        and ends."""
+    def __init__(self, name: str, on_error: Callable[[BaseException], None]) -> None:
+        """Start the thread with the name ``name``. If a job raises an error, the thread calls ``on_error`` with the
+        error and ends."""
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
+        """The queued jobs of each key that is in the round, in the order of the keys' turns; the first job of a key may
+        run."""
         self._running: dict[str, Iterator[object]] = {}
+        """The iterator of each key's first job, once it was started."""
         self._changed = threading.Condition()
+        """Held while the jobs change; notified when a job is submitted and when the thread must end."""
         self._ending = False
-        self._failed = failed
+        """Whether the thread must end after its current piece of work."""
+        self._on_error = on_error
         self.idle = threading.Event()
         """An event that is set while there is no job."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -62,7 +67,7 @@ class FairThread:
             while (key := self._next()) is not None:
                 self._advance(key)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the owner must receive the error
-            self._failed(error)
+            self._on_error(error)
 
     def _next(self) -> str | None:
         """Wait until there is a job, and return the key that is next in the round; ``None`` if the thread must end."""

@@ -61,7 +61,7 @@ class WeightState:
     """The optimizer's state, and the gradients that no step has used; empty for weights alone."""
 
 
-def checked_name(name: str) -> str:
+def check_name(name: str) -> str:
     """Validate and return the ``name`` of a checkpoint. Raises :class:`~headrace.base.errors.DataError` if it has other
     characters than letters, digits and ``. _ = -``, does not begin with a letter or digit, or has more than 128
     characters."""
@@ -72,7 +72,7 @@ def checked_name(name: str) -> str:
     return name
 
 
-def checked_ttl(ttl_s: int | None) -> int | None:
+def check_ttl(ttl_s: int | None) -> int | None:
     """Validate and return the time to live of a checkpoint in seconds; ``None`` means that it never expires. Raises
     :class:`~headrace.base.errors.DataError` if it is outside :data:`SHORTEST_TTL_S` to :data:`LONGEST_TTL_S`."""
     if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
@@ -132,7 +132,7 @@ def _put_in_place(unfinished: Path, directory: Path) -> int:
     return size
 
 
-def facts_of_state(directory: Path) -> dict[str, Any]:
+def read_state_facts(directory: Path) -> dict[str, Any]:
     """Return the settings (``spec``) and the ``version`` of the weights in ``directory``, without reading the weights.
     Raises :class:`~headrace.base.errors.DataError` for a missing or broken file."""
     try:
@@ -143,9 +143,9 @@ def facts_of_state(directory: Path) -> dict[str, Any]:
         if not isinstance(spec, dict) or not {"base", "rank", "parts", "seed"} <= spec.keys() or "version" not in found:
             raise ValueError(f"{FACTS_FILE} holds no settings of a model")
     except Damaged as error:
-        raise _unreadable(directory, error.problem) from None
+        raise _make_unreadable_error(directory, error.problem) from None
     except (OSError, ValueError) as error:
-        raise _unreadable(directory, error) from None
+        raise _make_unreadable_error(directory, error) from None
     return found
 
 
@@ -154,7 +154,7 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
     ``trained`` they require gradients, and with ``moments`` the optimizer's state is read too. Raises
     :class:`~headrace.base.errors.DataError` for missing or broken files, for tensors that do not fit the stored
     settings, and for weights that are infinite or not a number."""
-    facts = facts_of_state(directory)
+    facts = read_state_facts(directory)
     try:
         verify(directory)
         whole = (directory / WHOLE_FILE).exists()
@@ -163,14 +163,14 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
         loaded = {_own_name(key): tensor for key, tensor in in_file.items()}
         found = directory / STATE_FILE
         held = load_file(found, device=str(device)) if moments and found.exists() else {}
-        _check_shapes(kind.shapes_of(facts["spec"]), loaded, held)
+        _check_shapes(kind.list_shapes(facts["spec"]), loaded, held)
         scale, version = 1.0 if whole else float(facts["scale"]), int(facts["version"])
     except Damaged as error:
-        raise _unreadable(directory, error.problem) from None
+        raise _make_unreadable_error(directory, error.problem) from None
     except (KeyError, TypeError) as error:
-        raise _unreadable(directory, f"{FACTS_FILE} lacks a setting ({error})") from None
+        raise _make_unreadable_error(directory, f"{FACTS_FILE} lacks a setting ({error})") from None
     except (OSError, ValueError, SafetensorError) as error:
-        raise _unreadable(directory, error) from None
+        raise _make_unreadable_error(directory, error) from None
     if broken := not_finite(in_file):
         raise DataError(
             f"{file} of {directory.name} holds values that are infinite or not a number: {format_first(broken)}",
@@ -205,7 +205,7 @@ def _check_shapes(
             raise ValueError(f"{key} has shape {list(tensor.shape)}, and its settings say {list(wanted or ())}")
 
 
-def _unreadable(directory: Path, error: object) -> DataError:
+def _make_unreadable_error(directory: Path, error: object) -> DataError:
     """Return the error for a checkpoint in ``directory`` that could not be read because of ``error``."""
     return DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint")
 

@@ -53,9 +53,10 @@ class SampleJobs(dict[str, SampleJob]):
     error and sends the request again."""
 
     def __init__(self) -> None:
-        """Make an empty collection."""
+        """Create an empty collection."""
         super().__init__()
-        self._num_bytes = 0  # total size of all answers
+        self._num_bytes = 0
+        """Total size of all answers, in bytes."""
 
     def __delitem__(self, name: str) -> None:
         """Remove a request, and subtract the size of its answer from the total size."""
@@ -72,14 +73,14 @@ class SampleJobs(dict[str, SampleJob]):
         if name in self:
             self[name].ended_s = now_s
 
-    def keep(self, name: str, found: ResultResponse) -> None:
-        """Record the size of the answer ``found`` to the request ``name``. While the total size of answers exceeds
+    def keep(self, name: str, response: ResultResponse) -> None:
+        """Record the size of the answer ``response`` to the request ``name``. While the total size of answers exceeds
         :data:`KEPT_BYTES`, remove other requests: first requests whose answers were fetched, then others, the oldest
         first."""
         if name not in self:
             return
-        self[name].num_bytes = len(found.body)
-        self._num_bytes += len(found.body)
+        self[name].num_bytes = len(response.body)
+        self._num_bytes += len(response.body)
         if self._num_bytes <= KEPT_BYTES:
             return
         others = [each for each, job in self.items() if job.num_bytes and each != name]

@@ -85,8 +85,10 @@ class Journal:
     def __init__(self, directory: Path) -> None:
         """Open the journal in ``directory``, or create it. Raises :class:`~headrace.base.errors.ConfigError` for a
         journal of another format, and if another process has opened it."""
-        self._descriptor = _hold(directory)
+        self._descriptor = _lock_directory(directory)
+        """Descriptor of the lock file, which keeps other servers out of the directory."""
         self._lock = threading.RLock()
+        """Held during each query and each transaction, since threads share the connection."""
         try:
             # only the owner may read the clients' data; SQLite creates its other files with the same mode
             made = os.open(directory / JOURNAL_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -96,7 +98,7 @@ class Journal:
             self._db = sqlite3.connect(directory / JOURNAL_FILE, check_same_thread=False, isolation_level=None)
         except (OSError, sqlite3.DatabaseError) as error:
             os.close(self._descriptor)
-            raise _unusable(directory, error) from None
+            raise _make_unusable_error(directory, error) from None
         self._db.row_factory = sqlite3.Row
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -106,7 +108,7 @@ class Journal:
             found = self.value("format")
         except sqlite3.DatabaseError as error:
             self.close()
-            raise _unusable(directory, error) from None
+            raise _make_unusable_error(directory, error) from None
         if found != _FORMAT:
             self.close()
             raise ConfigError(
@@ -160,8 +162,8 @@ class Journal:
             return self._db.execute(query, values).rowcount
 
     def accept(self, entry: JournalEntry, now_s: float) -> bool:
-        """Write a request that arrived at ``now_s`` with the status :data:`WAITING`. Return whether the request is new:
-        a repeated request, with the number of an earlier request, changes nothing."""
+        """Write the request ``entry``, which arrived at ``now_s``, with the status :data:`WAITING`. Return whether the
+        request is new: a repeated request, with the number of an earlier request, changes nothing."""
         return bool(
             self.run(
                 "INSERT OR IGNORE INTO requests (model, seq, kind, body, created_s) VALUES (?, ?, ?, ?, ?)",
@@ -170,21 +172,22 @@ class Journal:
         )  # fmt: skip
 
     def outcome(self, model: str, seq: int) -> Outcome | None:
-        """Return the status and the result of a request; ``None`` for an unknown one."""
+        """Return the status and the result of the request ``seq`` of ``model``; ``None`` for an unknown one."""
         row = self.one("SELECT status, result FROM requests WHERE model = ? AND seq = ?", model, seq)
         return None if row is None else Outcome(status=row["status"], result=row["result"])
 
     def set_kind(self, model: str, seq: int, kind: str) -> None:
-        """Change the kind of a request that failed because of a server error, so that the request is not repeated when
-        the state of the model is restored."""
+        """Change the kind of the request ``seq`` of ``model``, which failed because of a server error, to ``kind``, so
+        that the request is not repeated when the state of the model is restored."""
         self.run("UPDATE requests SET kind = ? WHERE model = ? AND seq = ?", kind, model, seq)
 
     def end(self, model: str, seq: int, status: str, result: bytes) -> None:
-        """Write the final status of a request, :data:`DONE` or :data:`FAILED`, and its result for the client."""
+        """Write the final ``status`` of the request ``seq`` of ``model``, :data:`DONE` or :data:`FAILED`, and its
+        ``result`` for the client."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
 
     def drop_body(self, model: str, seq: int) -> None:
-        """Delete the body of a request that has ended and never has to be computed again."""
+        """Delete the body of the request ``seq`` of ``model``, which has ended and never has to be computed again."""
         self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq = ?", model, seq)
 
     def entry(self, model: str, seq: int) -> JournalEntry | None:
@@ -236,7 +239,7 @@ class Journal:
             )  # fmt: skip
 
 
-def _hold(directory: Path) -> int:
+def _lock_directory(directory: Path) -> int:
     """Lock the state directory for this process, and return the descriptor of the lock file; closing the descriptor
     releases the lock. Raises :class:`~headrace.base.errors.ConfigError` while another process has the lock, and for a
     directory that cannot be written."""
@@ -252,7 +255,7 @@ def _hold(directory: Path) -> int:
     return descriptor
 
 
-def _unusable(directory: Path, error: Exception) -> ConfigError:
+def _make_unusable_error(directory: Path, error: Exception) -> ConfigError:
     """Return the error for a journal in ``directory`` that could not be opened because of ``error``."""
     return ConfigError(
         f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
@@ -277,7 +280,7 @@ def state_directory(directory: Path) -> Path:
     return directory
 
 
-def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
+def decode_facts(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
     """Return the decoded JSON of the column ``facts`` of a row."""
     found: dict[str, Any] = json.loads(row["facts"])
     return found

@@ -100,8 +100,8 @@ _REFUSED = {
 }
 
 
-def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
-    """Return the loss ``name`` and its options: the defaults, overridden by the options ``given`` in the request.
+def choose_loss(name: str, requested: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
+    """Return the loss ``name`` and its options: the defaults, overridden by the options ``requested`` by the client.
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown loss or option, a missing option, and an invalid
     value."""
     if name not in LOSSES:
@@ -109,7 +109,7 @@ def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, O
         raise ConfigError(f"loss_fn={name[:80]!r} is not served", remedy=remedy)
     loss = LOSSES[name]
     options: dict[str, float | None] = dict(loss.options)
-    for key, value in given.items():
+    for key, value in requested.items():
         if key not in options or isinstance(value, str) or not -torch.inf < value < torch.inf:
             known = ", ".join(options) or "none"
             raise ConfigError(f"loss_fn_config: {key}={value!r} for loss_fn={name!r}", remedy=f"its options: {known}")

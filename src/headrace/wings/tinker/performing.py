@@ -25,15 +25,15 @@ from headrace.wings.tinker.compute import FrozenBase, TrainResult
 from headrace.wings.tinker.data import DataLimits, check_data
 from headrace.wings.tinker.files import (
     WeightState,
-    checked_name,
-    checked_ttl,
-    facts_of_state,
+    check_name,
+    check_ttl,
     read_state,
+    read_state_facts,
     write_model,
     write_state,
 )
 from headrace.wings.tinker.journal import Journal, JournalEntry
-from headrace.wings.tinker.losses import loss_of
+from headrace.wings.tinker.losses import choose_loss
 from headrace.wings.tinker.schema import (
     CreateModelBody,
     LoadWeightsBody,
@@ -44,7 +44,7 @@ from headrace.wings.tinker.schema import (
     parse,
 )
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, answer_of, place_of
+from headrace.wings.tinker.tenants import MISSING, MISSING_S, Answer, get_model_directory, make_answer
 from headrace.wings.tinker.weights import WholeTensors
 
 KINDS = {
@@ -57,19 +57,19 @@ KINDS = {
 Step = Iterator[Answer | Tenant | None]
 
 
-def spec_of(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
+def make_spec(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
     """Return the settings (``spec``) of a new model on ``base``: base, rank, seed and trained parts. Raises
     :class:`~headrace.base.errors.ConfigError` if this server cannot train a model with the settings in ``body``."""
     if body.optimizer_config.type != "adamw":
-        raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
-    return base.compute.kind.spec_of(body, base.max_rank)
+        raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="set it to 'adamw'")
+    return base.compute.kind.make_spec(body, base.max_rank)
 
 
 class Performer:
     """The object that executes the requests of models. :class:`~headrace.wings.tinker.tenants.Tenants` calls it for
-    each request in order, and again for requests that are repeated to restore a state. ``seed_of`` returns the seed for
-    the initial weights of a model whose client sent none. ``ephemeral_s`` is the lifetime in seconds of weights that
-    are saved for samplers without a name."""
+    each request in order, and again for requests that are repeated to restore a state. ``get_seed`` returns the seed
+    for the initial weights of a model whose client sent none. ``ephemeral_s`` is the lifetime in seconds of weights
+    that are saved for samplers without a name."""
 
     def __init__(
         self,
@@ -78,14 +78,15 @@ class Performer:
         bases: Mapping[str, FrozenBase],
         *,
         clock: Clock,
-        seed_of: Callable[[str], int],
+        get_seed: Callable[[str], int],
         ephemeral_s: float,
     ) -> None:
         """Create a performer that reads and writes ``journal``, and stores files below the state ``directory``.
-        ``bases`` are the base models by name; the class docstring explains the other parameters."""
+        ``bases`` are the base models by name; the class docstring explains the other parameters. ``clock`` gives the
+        time from which lifetimes are counted."""
         self._journal, self._directory, self._bases = journal, directory, bases
         self._clock = clock
-        self._seed_of, self._ephemeral_s = seed_of, ephemeral_s
+        self._seed_of, self._ephemeral_s = get_seed, ephemeral_s
         self._kinds = {
             "create_model": self._create,
             "forward_backward": self._train,
@@ -96,6 +97,7 @@ class Performer:
             "load_weights": self._load,
             MISSING: self._missing,
         }
+        """The method that computes each kind of request."""
 
     def __call__(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Return the iterator that computes the request ``entry``. ``tenant`` is the model's state in memory, or
@@ -114,16 +116,16 @@ class Performer:
         base = self._bases[spec["base"]]
         if spec["seed"] is None:
             spec["seed"] = self._seed_of(entry.model)
-        yield Tenant(base.compute.kind.new(spec), spec)
-        yield answer_of({"model_id": entry.model, "type": "create_model"})
+        yield Tenant(base.compute.kind.create(spec), spec)
+        yield make_answer({"model_id": entry.model, "type": "create_model"})
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Compute the loss of a request's data and, unless the request is forward only, add its gradient to the
         accumulated gradient of the model. Yield between micro-batches. The answer contains the log-probabilities of the
-        targets and the loss."""
+        targets and the loss. ``tenant`` is the model's state, and ``entry`` the request."""
         assert tenant is not None
         request = wire.read_train_request(entry.body)
-        fn, options = loss_of(request.loss_fn, request.loss_fn_config)
+        fn, options = choose_loss(request.loss_fn, request.loss_fn_config)
         base = self._bases[tenant.spec["base"]]
         limits = DataLimits(vocab_size=base.compute.vocab_size, max_context=base.max_context)
         check_data(request.data, fn.needed, fn.optional, limits)
@@ -145,17 +147,17 @@ class Performer:
         for name, value in msgspec.structs.asdict(settings).items():
             if not 0.0 <= value < (1.0 if name.startswith("beta") else float("inf")):
                 raise ConfigError(f"adam_params.{name}={value}", remedy="give a number that torch's AdamW takes")
-        yield answer_of({"metrics": tenant.step(settings), "type": "optim_step"})
+        yield make_answer({"metrics": tenant.step(settings), "type": "optim_step"})
 
     def _save(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save the weights and the optimizer's state as a checkpoint from which training can continue."""
         assert tenant is not None
         body = parse(entry.body, SaveWeightsBody)
         name = f"{tenant.version:06d}" if body.path is None else body.path
-        path, write = self._checkpoint(
+        path, write = self._write_checkpoint(
             tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata, overwrite=body.overwrite
         )
-        yield answer_of({"path": path, "type": "save_weights"}, write=write)
+        yield make_answer({"path": path, "type": "save_weights"}, write=write)
 
     def _save_external(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save the weights as files that other programs can load, for the client to download."""
@@ -163,26 +165,27 @@ class Performer:
         body = parse(entry.body, SaveExternalBody)
         if body.age_encryption_recipients:
             raise ConfigError("age_encryption_recipients: files are not encrypted here", remedy="leave it out")
-        path, write = self._checkpoint(tenant, entry, body.path, body.ttl_seconds)
-        yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
+        path, write = self._write_checkpoint(tenant, entry, body.path, body.ttl_seconds)
+        yield make_answer({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
         """Save weights to sample from: as a named checkpoint or, if the body has the number of a sampling session,
         without a name for that session. With the kind ``snapshot`` the weights of that session never change. With
-        ``inflight`` all in-flight sessions of the model change to the new weights too."""
+        ``inflight`` all in-flight sessions of the model change to the new weights too. ``tenant`` is the model's state,
+        and ``entry`` the request."""
         assert tenant is not None
         body = parse(entry.body, SaveForSamplerBody)
         if body.kind not in ("snapshot", "inflight"):
-            raise ConfigError(f"kind={body.kind[:40]!r}", remedy="take 'snapshot' or 'inflight'")
+            raise ConfigError(f"kind={body.kind[:40]!r}", remedy="set it to 'snapshot' or 'inflight'")
         if body.sampling_session_seq_id is None:
             name = f"{tenant.version:06d}" if body.path is None else body.path
-            path, write = self._checkpoint(tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata)
-            yield answer_of({"path": path, "type": "save_weights_for_sampler"}, write=write)
+            path, write = self._write_checkpoint(tenant, entry, name, body.ttl_seconds, metadata=body.user_metadata)
+            yield make_answer({"path": path, "type": "save_weights_for_sampler"}, write=write)
             return
         session = entry.model.partition(":")[0]
         sampler = f"{session}:sample:{body.sampling_session_seq_id}"
         place = f"ephemeral-{entry.seq}"
-        directory = place_of(self._directory, entry.model) / place
+        directory = get_model_directory(self._directory, entry.model) / place
         size = write_state(directory, _finite_state(tenant), base=str(tenant.spec["base"]))
         version = tenant.version
 
@@ -203,11 +206,12 @@ class Performer:
             )  # fmt: skip
             self._journal.expire_unused(now)  # the replaced weights are deleted soon
 
-        yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
+        yield make_answer({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Replace the weights of a model by the weights of a training checkpoint with the same base, rank and parts. If
-        the body's ``optimizer`` is true, load the state of the optimizer too."""
+        """Replace the weights of the model of the request ``entry`` by the weights of a training checkpoint with the
+        same base, rank and parts. If the body's ``optimizer`` is true, load the state of the optimizer too. ``tenant``
+        is the model's state, or ``None`` if the model is created by this request."""
         body = parse(entry.body, LoadWeightsBody)
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
         if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():
@@ -215,20 +219,20 @@ class Performer:
                 f"there is no training checkpoint {body.path[:200]!r}", remedy="give a path that save_state returned"
             )
         directory = Path(row["directory"])
-        spec = facts_of_state(directory)["spec"]
-        base = self._base_of(spec)
+        spec = read_state_facts(directory)["spec"]
+        base = self._find_base(spec)
         if body.base_model is not None and self._bases.get(body.base_model) is not base:
             raise DataError(
                 f"base_model={body.base_model[:80]!r}: {body.path} is of {spec['base']}", remedy="leave base_model out"
             )
         if body.optimizer_config is not None and body.optimizer_config.type != "adamw":
-            raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="take 'adamw'")
+            raise ConfigError(f"optimizer_config.type={body.optimizer_config.type[:40]!r}", remedy="set it to 'adamw'")
         recorded = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
         assert recorded is not None, "requests of unknown models are refused"
         own = json.loads(recorded["spec"])  # the journal has the settings even if the model's state is lost
         if not self._fits(spec, own):
             raise DataError(
-                f"{body.path} {_described(spec)}; the model {_described(own)}",
+                f"{body.path} {_describe(spec)}; the model {_describe(own)}",
                 remedy="create the model from the checkpoint: create_training_client_from_state",
             )
         compute = base.compute
@@ -242,7 +246,7 @@ class Performer:
             """Record the settings of the model with the loaded weights in the journal."""
             self._journal.run("UPDATE models SET spec = ? WHERE id = ?", written, entry.model)
 
-        yield answer_of(answer, write=write, copy=True)
+        yield make_answer(answer, write=write, copy=True)
 
     def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
         """Raise the error of a request that did not arrive or whose body was too long. The body of the journal entry
@@ -255,7 +259,7 @@ class Performer:
             remedy="look at the error of the call that sent it, and repeat that call",
         )
 
-    def _base_of(self, spec: Mapping[str, Any]) -> FrozenBase:
+    def _find_base(self, spec: Mapping[str, Any]) -> FrozenBase:
         """Return the base of a model with the settings ``spec``. Raises :class:`~headrace.base.errors.DataError` if it
         is not served."""
         base = self._bases.get(spec["base"])
@@ -269,7 +273,7 @@ class Performer:
         same = all(loaded[key] == own[key] for key in ("rank", "parts"))
         return same and self._bases.get(loaded["base"]) is self._bases.get(own["base"])
 
-    def _checkpoint(
+    def _write_checkpoint(
         self,
         tenant: Tenant,
         entry: JournalEntry,
@@ -279,17 +283,17 @@ class Performer:
         metadata: Any = None,
         overwrite: bool = False,
     ) -> tuple[str, Callable[[], None]]:
-        """Write the files of the checkpoint ``name`` for the request ``entry``. Return the checkpoint's path, and the
-        function that writes its record to the journal together with the request's result. ``ttl_s`` is its time to live
-        in seconds (``None``: for ever), and ``metadata`` is the client's metadata, which is stored unchanged. Raises
-        :class:`~headrace.base.errors.DataError` if the path exists and ``overwrite`` is not set."""
+        """Write the files of the checkpoint ``name`` of ``tenant`` for the request ``entry``. Return the checkpoint's
+        path, and the function that writes its record to the journal together with the request's result. ``ttl_s`` is
+        its time to live in seconds (``None``: for ever), and ``metadata`` is the client's metadata, which is stored
+        unchanged. Raises :class:`~headrace.base.errors.DataError` if the path exists and ``overwrite`` is not set."""
         kind = KINDS[entry.kind]
-        path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
-        checked_ttl(ttl_s)
+        path = f"tinker://{entry.model}/{kind}/{check_name(name)}"
+        check_ttl(ttl_s)
         old = self._journal.one("SELECT directory, size_bytes FROM checkpoints WHERE path = ?", path)
         if old is not None and not overwrite:
             raise DataError(f"{path} exists", remedy="take another name, or overwrite=True in save_state")
-        directory = place_of(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
+        directory = get_model_directory(self._directory, entry.model) / kind / f"{name}@{entry.seq}"
         state, external = _finite_state(tenant), kind == "external_weights"
         base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):
@@ -334,7 +338,7 @@ def _finite_state(tenant: Tenant) -> WeightState:
     return state
 
 
-def _described(spec: Mapping[str, Any]) -> str:
+def _describe(spec: Mapping[str, Any]) -> str:
     """Return the rank, parts and base of a model as the predicate of a sentence, for error messages."""
     rank = "" if spec["rank"] is None else f"has rank {spec['rank']}, "
     return f"{rank}trains {', '.join(spec['parts']) or 'all weights'}, and is of the base {spec['base']}"

@@ -55,7 +55,8 @@ class ServerRecords:
     def _tenant(self, db: sqlite3.Connection, row: sqlite3.Row, now_s: float) -> dict[str, Any]:
         """Return the model in the journal's ``row`` as a row of the page: its base, rank and parts, the name of its
         session, the number of its requests by status, the seconds since its last use, the waiting time of its oldest
-        request, the number of its optimizer steps, and its last loss (``None`` before the first)."""
+        request, the number of its optimizer steps, and its last loss (``None`` before the first). ``db`` is the
+        connection to the journal, and ``now_s`` the current time in seconds since 1970."""
         model, spec = row["id"], json.loads(row["spec"] or "{}")
         counts = dict.fromkeys((WAITING, DONE, FAILED), 0)
         query = "SELECT status, count(*) AS n FROM requests WHERE model = ? GROUP BY status"
@@ -127,7 +128,7 @@ class ServerRecords:
         )
         with self._reading() as db:
             rows = db.execute(query, (model,)).fetchall()
-        return [one for row in rows for one in _data_of(row)][:MOST_ROWS]
+        return [one for row in rows for one in _read_datum_rows(row)][:MOST_ROWS]
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
@@ -142,11 +143,11 @@ class ServerRecords:
             raise DataError(f"{file} cannot be read: {error}", remedy="give the state of a headrace tinker") from None
 
 
-def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
-    """Yield each datum of a stored training request as a row of the page, with its tokens, targets and loss inputs;
-    nothing if the request cannot be read."""
+def _read_datum_rows(request_row: sqlite3.Row) -> Iterator[dict[str, Any]]:
+    """Decode the training request in a row of the journal's table of requests, and yield a row of the page for each of
+    its data, with tokens, targets and loss inputs. Yield nothing if the request cannot be decoded."""
     try:
-        request = read_train_request(row["body"])
+        request = read_train_request(request_row["body"])
     except DataError:  # the client that sent it received the error
         return
     for place, datum in enumerate(request.data):
@@ -155,8 +156,8 @@ def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
             name: datum.inputs[name].tolist() for name in (WEIGHTS, ADVANTAGES, LOGPROBS) if name in datum.inputs
         }
         yield {
-            "seq": row["seq"],
-            "status": row["status"],
+            "seq": request_row["seq"],
+            "status": request_row["status"],
             "place": place,
             "loss": request.loss_fn,
             "ids": datum.ids_N.tolist(),

@@ -36,7 +36,7 @@ SWEEP_S = 5.0
 KEY_FILE = "key"
 
 
-def key_of(state: Path) -> str:
+def read_or_create_key(state: Path) -> str:
     """Return the key that clients of the server must send. It is read from a file in the state directory ``state``; the
     first start creates that file, which only its user can read. Raises :class:`~headrace.base.errors.ConfigError` for a
     file without a valid key."""
@@ -54,34 +54,38 @@ def key_of(state: Path) -> str:
     return key
 
 
-def serve(config: TinkerConfig, key: str, *, clock: Clock, serving: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM. ``serving`` is called with the server's URL once the models are loaded and
-    requests are answered. Raises :class:`~headrace.base.errors.ConfigError` for an address that cannot be used, and the
-    errors of loading the models."""
+def serve(config: TinkerConfig, key: str, *, clock: Clock, on_serving: Callable[[str], None]) -> None:
+    """Serve with the settings ``config`` until Ctrl-C or SIGTERM. Clients must send ``key``. ``on_serving`` is called
+    with the server's URL once the models are loaded and requests are answered, and ``clock`` gives the time. Raises
+    :class:`~headrace.base.errors.ConfigError` for an address that cannot be used, and the errors of loading the
+    models."""
     with bind(config.host, config.port) as listening:
-        asyncio.run(TinkerServer(config, key, clock, serving).run(listening))
+        asyncio.run(TinkerServer(config, key, clock, on_serving).run(listening))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address; port 0 chooses a free port. Raises
+    """Return a socket that listens at the address ``host`` and ``port``; port 0 chooses a free port. Raises
     :class:`~headrace.base.errors.ConfigError` if the address cannot be used."""
     setting = f"--host {host} --port {port}"
     return listening_socket(host, port, setting=setting, remedy="give a free port; 0 takes any")
 
 
 class TinkerServer:
-    """One server, which runs in one event loop until it is stopped. ``serving`` is called with its URL once it answers
-    requests."""
+    """One server, which runs in one event loop until it is stopped. ``on_serving`` is called with its URL once it
+    answers requests."""
 
-    def __init__(self, config: TinkerConfig, key: str, clock: Clock, serving: Callable[[str], None]) -> None:
-        """Create the server; :meth:`run` loads its models and serves. Clients must send ``key``."""
-        self._config, self._clock, self._serving = config, clock, serving
+    def __init__(self, config: TinkerConfig, key: str, clock: Clock, on_serving: Callable[[str], None]) -> None:
+        """Create the server; :meth:`run` loads its models and serves. Clients must send ``key``. ``config`` are its
+        settings, and ``clock`` gives the time."""
+        self._config, self._clock, self._on_serving = config, clock, on_serving
         self._holder = ServerHolder()
+        """The holder through which requests reach the service once the models are loaded."""
         app = make_app(self._holder, key, max_body_bytes=config.max_body_bytes, clock=clock)
         limits = ShellLimits(max_connections=4096)
         self._http = HttpServer(
             app, limits, own_logging=True, takes_signals=True, ending=self._holder.end_waits
         )  # fmt: skip
+        """The HTTP server, which listens before the models are loaded."""
 
     def stop(self) -> None:
         """End the server soon, as Ctrl-C does; any thread may call this."""
@@ -100,7 +104,7 @@ class TinkerServer:
 
     async def _live(self, url: str) -> None:
         """Load the models, and answer requests until the server is stopped or one of its threads fails. Then write all
-        models in training to the disk."""
+        models in training to the disk. ``url`` is the server's URL."""
         loop = asyncio.get_running_loop()
         dead = loop.create_future()
 
@@ -128,7 +132,7 @@ class TinkerServer:
                     service = TinkerService(parts, group, self._clock)
                     tenants.resume()
                     self._holder.serve(service)
-                    self._serving(url)
+                    self._on_serving(url)
                     group.create_task(self._sweep(service))
                     ended = [group.create_task(base.engine.wait_for_death()) for base in served]
                     await asyncio.wait([dead, *ended], return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +157,8 @@ class _LoadedParts:
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
         """Open the journal in the state directory and load every base. Raises
-        :class:`~headrace.base.errors.ConfigError` if the state belongs to other bases."""
+        :class:`~headrace.base.errors.ConfigError` if the state belongs to other bases. ``config`` are the settings of
+        the server, and ``clock`` gives the time."""
         self.config, self._clock = config, clock
         self.journal = Journal(config.state)
         try:
@@ -177,7 +182,7 @@ class _LoadedParts:
             config.state,
             bases,
             clock=self._clock,
-            seed_of=lambda model: xxhash.xxh3_64_intdigest(f"{self.journal.value('seed')}/{model}".encode()) >> 1,
+            get_seed=lambda model: xxhash.xxh3_64_intdigest(f"{self.journal.value('seed')}/{model}".encode()) >> 1,
             ephemeral_s=config.ephemeral_s,
         )
         return tenants

@@ -45,7 +45,7 @@ class SamplerSlot:
     """The number of running requests that sample with these weights."""
 
 
-WeightsOf = Callable[[int], Weights | None]
+GetWeights = Callable[[int], Weights | None]
 """A function that returns the weights with an adapter number; ``None`` stands for the base model's own weights."""
 
 
@@ -55,9 +55,9 @@ class Passes(Protocol):
     shared: bool
     """Whether rows of several sessions can be computed in one pass."""
 
-    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Return a context in which the model computes a pass over ``rows``. ``weights_of`` returns the weights for the
-        adapter number of each row."""
+    def on(self, rows: PassRows, get_weights: GetWeights) -> AbstractContextManager[None]:
+        """Return a context in which the model computes a pass over ``rows``. ``get_weights`` returns the weights for
+        the adapter number of each row."""
         ...
 
 
@@ -70,10 +70,10 @@ class WholePasses:
         """Use ``kind`` to replace the weights of the model."""
         self._kind = kind
 
-    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+    def on(self, rows: PassRows, get_weights: GetWeights) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the weights of the session of ``rows``; all rows of such a
-        pass belong to one session."""
-        weights = weights_of(int(rows.adapter_R[0]))
+        pass belong to one session. ``get_weights`` returns the weights for the adapter number of each row."""
+        weights = get_weights(int(rows.adapter_R[0]))
         assert not isinstance(weights, LoraTensors)
         return self._kind.on(weights)
 
@@ -88,14 +88,14 @@ class AdapterPasses:
         """Use ``multi`` to apply adapters to the rows of a pass."""
         self._multi = multi
 
-    def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+    def on(self, rows: PassRows, get_weights: GetWeights) -> AbstractContextManager[None]:
         """Return a context in which the model computes each row with the adapter of its session; rows of the base model
-        have no adapter."""
+        have no adapter. ``get_weights`` returns the weights for the adapter number of each row."""
         # number the distinct adapters of the pass; −1 marks rows of the base model
         adapters, of_R = np.unique(rows.adapter_R, return_inverse=True)
         loras, numbers = list[LoraTensors](), np.full(len(adapters), -1, np.int32)
         for index, adapter in enumerate(adapters.tolist()):
-            lora = weights_of(adapter)
+            lora = get_weights(adapter)
             if isinstance(lora, LoraTensors):
                 numbers[index] = len(loras)
                 loras.append(lora)
@@ -115,9 +115,13 @@ class SamplerWeights:
         self.share_passes = passes.shared
         self._passes, self._max_loaded = passes, max_loaded
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
+        """The entry of each sampling session by name, the least recently used first."""
         self._by_adapter: dict[int, SamplerSlot] = {}
+        """The entry with each adapter number that is in use."""
         self._lock = threading.Lock()
+        """Held while the entries change, since any thread may change them."""
         self._last_adapter = 0
+        """The adapter number that was assigned last."""
 
     def put(self, name: str, weights: Weights | None, version: int) -> None:
         """Set the weights of the session ``name`` and their version; they are used from the next pass on. ``None``
@@ -146,7 +150,7 @@ class SamplerWeights:
             self._slots[name].users -= 1
             self._unload()
 
-    def weights_of(self, name: str) -> Weights | None:
+    def find_weights(self, name: str) -> Weights | None:
         """Return the weights of the session ``name``; ``None`` if it samples from the base model."""
         slot = self._slots.get(name)
         return None if slot is None else slot.weights
@@ -171,7 +175,7 @@ class SamplerWeights:
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
         """Return a context in which the engine's model computes a pass with the weights of each row's session."""
-        return self._passes.on(rows, self._weights_of_adapter)
+        return self._passes.on(rows, self._get_adapter_weights)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
         """Return the version of the weights that sampled the token of each row, ``[D]``, from the adapter numbers of
@@ -179,7 +183,7 @@ class SamplerWeights:
         known = {number: self._by_adapter[number].version for number in np.unique(adapter_D).tolist() if number}
         return np.array([known.get(number, version) for number in adapter_D.tolist()], np.int64)
 
-    def _weights_of_adapter(self, adapter: int) -> Weights | None:
+    def _get_adapter_weights(self, adapter: int) -> Weights | None:
         """Return the weights with the adapter number ``adapter``; ``None`` for number 0, the base model."""
         return self._by_adapter[adapter].weights if adapter else None
 
@@ -235,6 +239,6 @@ class SamplerRecord:
     """The number of optimizer steps that made its weights; 0 for the base model."""
 
     @classmethod
-    def of(cls, row: Any) -> SamplerRecord:
+    def from_row(cls, row: Any) -> SamplerRecord:
         """Convert a row of the journal's table ``samplers``."""
         return cls(**dict(row))

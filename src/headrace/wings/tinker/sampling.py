@@ -78,23 +78,23 @@ Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
 """A function that stores the samples of a request, each with the reason why it ended."""
 
 
-def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
+def make_sample_plan(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
     """Check the request ``body``, and return it as a plan. ``fresh_seed`` is the seed of the samples if the request has
     none. Raises :class:`~headrace.base.errors.DataError` for a request that is invalid or exceeds the ``limits``."""
-    prompt_N = _ids(body.prompt, limits)
-    problem = _refused(body, len(prompt_N), min(MOST_TOP, limits.vocab_size))
+    prompt_N = _read_prompt_ids(body.prompt, limits)
+    problem = _find_problem(body, len(prompt_N), min(MOST_TOP, limits.vocab_size))
     if problem:
         raise DataError(problem[0], remedy=problem[1])
     targets, cells = None, None
     if body.target_prompt_logprobs is not None:
-        targets, cells = _targets(body.target_prompt_logprobs, prompt_N, limits)
+        targets, cells = _read_targets(body.target_prompt_logprobs, prompt_N, limits)
     seed = fresh_seed if body.sampling_params.seed is None else body.sampling_params.seed
     scores = bool(body.prompt_logprobs or body.topk_prompt_logprobs or targets is not None)
     if scores and len(prompt_N) == limits.max_context and body.sampling_params.max_tokens == 1:
         samplings: tuple[Sampling | None, ...] = (None,) * body.num_samples  # a request for scores alone
     else:
-        sampling = _sampling(body.sampling_params, len(prompt_N), limits)
-        samplings = tuple(_seeded(sampling, seed, place) for place in range(body.num_samples))
+        sampling = _make_sampling(body.sampling_params, len(prompt_N), limits)
+        samplings = tuple(_with_seed(sampling, seed, place) for place in range(body.num_samples))
     return SamplePlan(
         prompt_N=prompt_N,
         samplings=samplings,
@@ -107,9 +107,9 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
     )
 
 
-def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
+def _read_prompt_ids(prompt: PromptBody, limits: SampleLimits) -> Array:
     """Return the token ids of a prompt. Raises :class:`~headrace.base.errors.DataError` if the prompt is empty, has
-    content other than tokens, or has a token outside the vocabulary."""
+    content other than tokens, or has a token outside the vocabulary. ``limits`` has the size of the vocabulary."""
     other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
@@ -125,9 +125,10 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
     return np.array(ids, np.int32)
 
 
-def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
-    """Return the reason why a sampling request is refused, and the remedy; ``None`` if it is accepted. ``length`` is
-    the number of tokens of its prompt, and ``most_top`` the largest number of likeliest entries at a position."""
+def _find_problem(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
+    """Return the reason why the sampling request ``body`` is refused, and the remedy; ``None`` if it is accepted.
+    ``length`` is the number of tokens of its prompt, and ``most_top`` the largest number of likeliest entries at a
+    position."""
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
     for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
@@ -143,57 +144,57 @@ def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | 
     return None
 
 
-def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
-    """Return the engine's sampling settings for a prompt of ``length`` tokens. Without ``max_tokens``, an answer may
-    fill the context. Raises :class:`~headrace.base.errors.DataError` if prompt and answer together exceed the
-    context."""
-    stop = [given.stop] if isinstance(given.stop, str) else given.stop
+def _make_sampling(body: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
+    """Return the engine's sampling settings for the settings ``body`` of a request and a prompt of ``length`` tokens.
+    Without ``max_tokens``, an answer may fill the context, whose length is in ``limits``. Raises
+    :class:`~headrace.base.errors.DataError` if prompt and answer together exceed the context."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
     ids = tuple(one for one in stop or () if isinstance(one, int))
     texts = tuple(one for one in stop or () if isinstance(one, str))
-    if given.top_k < -1:
-        raise DataError(f"top_k={given.top_k}", remedy="set -1 for all, or a number of tokens")
+    if body.top_k < -1:
+        raise DataError(f"top_k={body.top_k}", remedy="set -1 for all, or a number of tokens")
     room = limits.max_context - length
-    if room < 1 or (given.max_tokens is not None and given.max_tokens > room):
+    if room < 1 or (body.max_tokens is not None and body.max_tokens > room):
         raise DataError(
-            f"a prompt of {length} tokens and max_tokens={given.max_tokens} exceed the context of {limits.max_context}",
+            f"a prompt of {length} tokens and max_tokens={body.max_tokens} exceed the context of {limits.max_context}",
             remedy=f"lower max_tokens to {room}, or shorten the prompt" if room > 0 else "shorten the prompt",
         )
     return Sampling(
-        max_new_tokens=room if given.max_tokens is None else given.max_tokens,
-        temperature=given.temperature,
-        top_k=max(given.top_k, 0),
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
+        max_new_tokens=room if body.max_tokens is None else body.max_tokens,
+        temperature=body.temperature,
+        top_k=max(body.top_k, 0),
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
         stop_ids=() if stop == [] else tuple(dict.fromkeys((*ids, *limits.stop_ids))),
         stop=texts,
     )
 
 
-def _seeded(sampling: Sampling, seed: int, place: int) -> Sampling:
-    """Return ``sampling`` with the seed of the sample number ``place``, derived from the ``seed`` of the request."""
-    own = xxhash.xxh3_64_intdigest(f"{seed}/{place}".encode()) >> 1
+def _with_seed(sampling: Sampling, seed: int, index: int) -> Sampling:
+    """Return ``sampling`` with the seed of the sample number ``index``, derived from the ``seed`` of the request."""
+    own = xxhash.xxh3_64_intdigest(f"{seed}/{index}".encode()) >> 1
     return msgspec.structs.replace(sampling, seed=own)
 
 
-def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
-    """Return the targets to score at the positions of the prompt's tokens except the first, ``[N - 1, K]`` with −1 for
-    no token, and the cells that a sparse tensor lists (``None`` for a dense tensor). Raises
-    :class:`~headrace.base.errors.DataError` for a wrong shape or token."""
-    shape = given.shape or []
-    if given.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
+def _read_targets(body: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
+    """Return the targets that ``body`` asks to score at the positions of the tokens of ``prompt_N`` except the first,
+    ``[N - 1, K]`` with −1 for no token, and the cells that a sparse tensor lists (``None`` for a dense tensor). Raises
+    :class:`~headrace.base.errors.DataError` for a wrong shape, or for a token outside the vocabulary of ``limits``."""
+    shape = body.shape or []
+    if body.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
         raise DataError(
-            f"target_prompt_logprobs has dtype {given.dtype} and shape {shape}",
+            f"target_prompt_logprobs has dtype {body.dtype} and shape {shape}",
             remedy=f"give int64 of shape [{len(prompt_N) - 1}, K]",
         )
-    if len(given.data) > wire.MOST_NUMBERS:
+    if len(body.data) > wire.MOST_NUMBERS:
         raise DataError(
-            f"target_prompt_logprobs has {len(given.data)} ids, and {wire.MOST_NUMBERS} are possible",
+            f"target_prompt_logprobs has {len(body.data)} ids, and {wire.MOST_NUMBERS} are possible",
             remedy="ask for fewer targets in a request",
         )
-    values = np.array(given.data, np.float64)
+    values = np.array(body.data, np.float64)
     whole = (values == np.round(values)) & (values >= -1) & (values < limits.vocab_size)
     if not whole.all():
         raise DataError(
@@ -201,33 +202,33 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[
             remedy="give ids of the model's tokenizer, and -1 for nothing",
         )
     ids = values.astype(np.int64)
-    if given.sparse_crow_indices is None:
+    if body.sparse_crow_indices is None:
         if ids.size != shape[0] * shape[1]:
             raise DataError(f"target_prompt_logprobs of shape {shape} has {ids.size} ids", remedy="give one for each")
         return ids.reshape(shape), None
     try:
         starts, columns = (
-            np.array(part or [], np.int64) for part in (given.sparse_crow_indices, given.sparse_col_indices)
+            np.array(part or [], np.int64) for part in (body.sparse_crow_indices, body.sparse_col_indices)
         )
         cells = wire.SparseCells(row_starts=starts, columns=columns)
-        return cells.dense(ids, shape, elsewhere=-1, most=wire.MOST_NUMBERS), cells
+        return cells.dense(ids, shape, elsewhere=-1, max_entries=wire.MOST_NUMBERS), cells
     except (ValueError, OverflowError) as error:
         raise DataError(f"target_prompt_logprobs: {error}", remedy="give a tensor of TensorData") from None
 
 
 async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score, keep: Keep) -> bytes:
-    """Execute a request: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty: the base
-    model), compute the requested log-probabilities with ``score``, pass the samples to ``keep``, and return the encoded
-    answer. If the caller is cancelled, the samples are cancelled too."""
+    """Execute the request ``plan``: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty:
+    the base model), compute the requested log-probabilities with ``score``, pass the samples to ``keep``, and return
+    the encoded answer. If the caller is cancelled, the samples are cancelled too."""
     try:
         async with asyncio.TaskGroup() as group:  # starts all before the first await: one batch
-            tasks = [group.create_task(_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
+            tasks = [group.create_task(_sample_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     sampled = [task.result() for task in tasks]
     if any(len(tokens) for tokens, _ in sampled):
         keep(sampled)
-    sequences = [await _sequence(plan, tokens, reason, score) for tokens, reason in sampled]
+    sequences = [await _encode_sample(plan, tokens, reason, score) for tokens, reason in sampled]
     logprobs_N, top, targets = None, None, None
     if plan.wants_prompt or plan.top_prompt or plan.targets_NK is not None:
         found = await score(plan.prompt_N, plan.top_prompt, plan.targets_NK)
@@ -240,7 +241,7 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
     return wire.write_samples(sequences, prompt_logprobs_T=logprobs_N, top=top, targets=targets)
 
 
-async def _one(
+async def _sample_one(
     prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
 ) -> tuple[Tokens, StopReason]:
     """Sample one answer to the prompt, and return its tokens and the reason why it ended. If ``sampling`` is ``None``,
@@ -253,10 +254,10 @@ async def _one(
         async for chunk in chunks:
             parts = [chunk.tokens] if chunk.lost else [*parts, chunk.tokens]
             reason = chunk.stop_reason or reason
-    return _joined(parts), reason
+    return _join(parts), reason
 
 
-def _joined(parts: Sequence[Tokens]) -> Tokens:
+def _join(parts: Sequence[Tokens]) -> Tokens:
     """Concatenate consecutive parts of one answer."""
     whole = parts[0]
     for part in parts[1:]:
@@ -264,7 +265,7 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
     return whole
 
 
-async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
+async def _encode_sample(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
     """Encode one sampled answer in the format of the protocol, with the likeliest tokens at each of its positions if
     the plan requests them."""
     top = None

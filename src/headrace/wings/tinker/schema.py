@@ -37,7 +37,7 @@ def parse(body: bytes, kind: type[S]) -> S:
         ) from None
 
 
-def place_of(beginning: bytes) -> tuple[str, int]:
+def read_model_and_seq(beginning: bytes) -> tuple[str, int]:
     """Return the id of the model and the ``seq_id`` of a request from the ``beginning`` of its body, which was too long
     to read. Raises :class:`~headrace.base.errors.DataError` if the beginning does not contain both."""
     text = beginning.decode(errors="replace")

@@ -29,13 +29,13 @@ from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
 from headrace.wings.tinker.fair_thread import FairThread
-from headrace.wings.tinker.files import facts_of_state
+from headrace.wings.tinker.files import read_state_facts
 from headrace.wings.tinker.jobs import JSON, PROTOBUF, ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
-from headrace.wings.tinker.performing import spec_of
+from headrace.wings.tinker.performing import make_spec
 from headrace.wings.tinker.samplers import SamplerRecord
-from headrace.wings.tinker.sampling import Array, answer, plan_of
-from headrace.wings.tinker.tenants import MISSING, Tenants, failure
+from headrace.wings.tinker.sampling import Array, answer, make_sample_plan
+from headrace.wings.tinker.tenants import MISSING, Tenants, describe_failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,30 +59,32 @@ class TinkerService:
     request, and a dictionary that a method returns is the JSON answer. Sampling runs as tasks of ``group``."""
 
     def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
-        """Create the service from ``parts``. It must be created inside the running event loop."""
+        """Create the service from ``parts``, inside the running event loop. ``clock`` gives the time."""
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
         self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
         self._result_events: dict[tuple[str, int], asyncio.Event] = {}
+        """Set at the end of a request for whose result a client waits, by model and request number."""
         self._ending = self._loop.create_future()
+        """Resolved when the server ends, which ends all waits."""
         self._samples = SampleJobs()
         self._heartbeats_s: dict[str, float] = {}
-        self._reserved_bases: dict[str, str] = {}  # base directory -> the model that reserved it
-        parts.tenants.ended = self._end_in_thread
+        """Time of the last heartbeat or request of each session that has not ended."""
+        self._reserved_bases: dict[str, str] = {}
+        """The model that has reserved each base whose weights are trained as a whole, by the base's directory."""
+        parts.tenants.on_ended = self._end_in_thread
 
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def create_session(self, body: bytes) -> dict[str, Any]:
         """Create a session, which owns the models and samplers of one client program, and return its id."""
-        given = schema.parse(body, schema.CreateSessionBody)
+        request = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
         facts = {
-            "user_metadata": given.user_metadata,
-            "display_name": given.display_name,
-            "project_id": given.project_id,
-            "sdk": given.sdk_version,
-        }
+            "user_metadata": request.user_metadata, "display_name": request.display_name,
+            "project_id": request.project_id, "sdk": request.sdk_version,
+        }  # fmt: skip
         self._journal.run(
             "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
             session, self._clock.wall(), json.dumps(facts),
@@ -94,7 +96,7 @@ class TinkerService:
         """Record the time of a session's heartbeat. Raises :class:`Refusal` with status 410 for a session that has
         ended."""
         session = schema.parse(body, schema.SessionBody).session_id
-        self._touch_session(session, ended=410)
+        self._record_session_use(session, ended_status=410)
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
@@ -137,15 +139,15 @@ class TinkerService:
             self._parts.tenants.park(row["id"])
             self._release_base(row["id"])
 
-    def _touch_session(self, session: str, ended: int = 404) -> None:
+    def _record_session_use(self, session: str, ended_status: int = 404) -> None:
         """Record that ``session`` is alive now. Raises :class:`Refusal` with status 404 for an unknown session, and
-        with the status ``ended`` for a session that has ended."""
+        with the status ``ended_status`` for a session that has ended."""
         if session not in self._heartbeats_s:
             row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
             if row is None:
                 raise Refusal(f"there is no session {excerpt(session)}", remedy="create a ServiceClient", status=404)
             if row["finished"]:
-                raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
+                raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended_status)
         self._heartbeats_s[session] = self._clock.now()
 
     # -- models -----------------------------------------------------------------------------------------------------
@@ -153,25 +155,25 @@ class TinkerService:
     def create_model(self, body: bytes) -> dict[str, Any]:
         """Accept a request to create a model. The answer contains the model's id and the request id under which the
         client polls for the result."""
-        given = schema.parse(body, schema.CreateModelBody)
-        self._touch_session(given.session_id)
-        spec = spec_of(given, self._base(given.base_model).training)
-        return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
+        request = schema.parse(body, schema.CreateModelBody)
+        self._record_session_use(request.session_id)
+        spec = make_spec(request, self._base(request.base_model).training)
+        return self._new_model(request.session_id, request.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
         """Accept a request to load a checkpoint into the model that the body names, or as a new model of the session.
         Raises :class:`Refusal` if the body names another base than the checkpoint's base."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
-            return self.of_model("load_weights")(body)
-        given = schema.parse(body, schema.LoadWeightsBody)
-        spec = self.catalog.spec(self.catalog.checkpoint(given.path, "weights"))
-        if self._base(given.base_model or spec["base"]) is not self._base(spec["base"]):
+            return self.make_model_endpoint("load_weights")(body)
+        request = schema.parse(body, schema.LoadWeightsBody)
+        spec = self.catalog.spec(self.catalog.checkpoint(request.path, "weights"))
+        if self._base(request.base_model or spec["base"]) is not self._base(spec["base"]):
             raise Refusal(
-                f"base_model={excerpt(given.base_model or '')}: {excerpt(given.path, 200)} is of {spec['base']}",
+                f"base_model={excerpt(request.base_model or '')}: {excerpt(request.path, 200)} is of {spec['base']}",
                 remedy="leave base_model out",
             )
-        self._touch_session(new.session_id)
+        self._record_session_use(new.session_id)
         return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
@@ -241,37 +243,36 @@ class TinkerService:
 
     def train(self, body: bytes) -> dict[str, Any]:
         """Accept a forward_backward request, whose body is a protobuf message, and return its request id."""
-        model, seq = wire.place_of(body)
+        model, seq = wire.read_model_and_seq(body)
         return self._accept(model, seq, "forward_backward", body)
 
-    def refuse(self, place_of: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
-        """Record a request with a too long body as failed with ``error``. Otherwise later requests of its model would
-        wait for it. ``place_of`` reads the model and the request's number from the ``beginning`` of the body."""
+    def refuse(self, read_model_and_seq: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
+        """Record a request with a too long body as failed with ``error``, so that no later request waits for it.
+        ``read_model_and_seq`` reads the model and the request's number from the ``beginning`` of the body."""
         try:
-            model, seq = place_of(beginning)
+            model, seq = read_model_and_seq(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
         except HeadraceError:
             return  # no place is known, or no such model
 
-    def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return a function that implements the endpoint ``kind`` (such as ``optim_step``) for requests of a model with
-        a JSON body. It does not refuse a body with errors, because later requests of the model would then wait for this
-        one; the errors are reported in the result."""
+    def make_model_endpoint(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
+        """Return a function that implements the endpoint ``kind`` (as ``optim_step``) for requests with a JSON body. It
+        reports errors in a body in the result, because later requests of the model wait for this result."""
 
         def endpoint(body: bytes) -> dict[str, Any]:
             """Accept the request in ``body``, and return its request id."""
-            given = schema.parse(body, schema.ModelRequest)
-            return self._accept(given.model_id, given.seq_id, kind, body)
+            request = schema.parse(body, schema.ModelRequest)
+            return self._accept(request.model_id, request.seq_id, kind, body)
 
         return endpoint
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
         """Write the request ``seq`` of a model to the journal, and return the request id under which the client polls
-        for its result. Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait
-        or another model has reserved the base."""
+        for its result. ``kind`` names its endpoint. Raises :class:`Refusal` for a number out of range, and with status
+        429 if too many requests wait or another model has reserved the base."""
         row = self.catalog.model(model)
-        base = self._base_of(row)
-        self._touch_session(row["session"])
+        base = self._find_base(row)
+        self._record_session_use(row["session"])
         due = self._parts.tenants.next_seq(model)
         if not 1 <= seq <= due + self._config.max_waiting:
             raise Refusal(
@@ -303,7 +304,7 @@ class TinkerService:
         """Load the weights that a model saved last into its in-flight samplers."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
         # skip samplers whose base is no longer served: their clients receive an error when they sample
-        records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
+        records = [record for record in map(SamplerRecord.from_row, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
         base = self._bases[records[0].base]
@@ -322,22 +323,22 @@ class TinkerService:
     def create_sampling_session(self, body: bytes) -> dict[str, Any]:
         """Create a sampler of a base model or of a checkpoint's weights, and return its id. If the session already has
         a sampler with this number, return the id of that sampler."""
-        given = schema.parse(body, schema.CreateSamplingSessionBody)
-        self._touch_session(given.session_id)
-        sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
-        base, directory, version, kind = given.base_model, None, 0, "base"
+        request = schema.parse(body, schema.CreateSamplingSessionBody)
+        self._record_session_use(request.session_id)
+        sampler = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        base, directory, version, kind = request.base_model, None, 0, "base"
         with self._journal.transaction():  # so that no save replaces the checkpoint meanwhile
-            if given.model_path is not None:
-                row = self.catalog.checkpoint(given.model_path, "sampler_weights", "weights")
+            if request.model_path is not None:
+                row = self.catalog.checkpoint(request.model_path, "sampler_weights", "weights")
                 directory, kind = row["directory"], "snapshot"
-                facts = facts_of_state(Path(directory))
+                facts = read_state_facts(Path(directory))
                 base, version = facts["spec"]["base"], facts["version"]
             if base is None:
-                raise Refusal("create_sampling_session names no model", remedy="give base_model or model_path")
+                raise Refusal("create_sampling_session has neither base_model nor model_path", remedy="give one")
             self._base(base)
             self._journal.run(
                 "INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, NULL, ?, ?)",
-                sampler, given.session_id, base, given.model_path, kind, directory, version,
+                sampler, request.session_id, base, request.model_path, kind, directory, version,
             )  # fmt: skip
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
@@ -350,18 +351,18 @@ class TinkerService:
         """Start a sampling task, and return the request id under which the client polls for the answers. A repeated
         request returns the id of the task that runs already. Raises :class:`Refusal` with status 429 if too many
         samples run."""
-        given = schema.parse(body, schema.SampleBody)
-        if given.sampling_session_id is None or given.seq_id is None:
-            raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
-        record = self._sampler(given.sampling_session_id)
-        self._touch_session(record.session)
-        name = f"{record.id}:{given.seq_id}"
+        request = schema.parse(body, schema.SampleBody)
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise Refusal("asample has no sampling_session_id or no seq_id", remedy="give both of them")
+        record = self._sampler(request.sampling_session_id)
+        self._record_session_use(record.session)
+        name = f"{record.id}:{request.seq_id}"
         job = self._samples.get(name)
         if job is None or job.task.cancelled():
-            self._refuse_excess(record, given.num_samples)
-            ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
-            task = self._group.create_task(self._sample_response(given, record, name))
-            job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples, record=record)
+            self._refuse_excess(record, request.num_samples)
+            ids = [f"{name}:{place}" for place in range(max(0, min(request.num_samples, 4096)))]
+            task = self._group.create_task(self._sample_response(request, record, name))
+            job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=request.num_samples, record=record)
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
     def _refuse_excess(self, record: SamplerRecord, num_samples: int) -> None:
@@ -379,25 +380,24 @@ class TinkerService:
         if len(others) >= MOST_WHOLE_SAMPLERS:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
-    async def _sample_response(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
-        """Run a sampling request, whose job is recorded under ``name``, and return its response: the answer, or the
-        error in the client's format. Errors are not raised, because an error in one task of the group would cancel the
-        tasks of all other requests."""
+    async def _sample_response(self, request: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
+        """Run a sampling request, whose job is recorded under ``name``, and return the answer, or the error in the
+        client's format. Errors are not raised: an error in one task of the group would cancel all other tasks."""
         try:
-            found = await self._sample(given, record, name)
+            found = await self._sample(request, record, name)
         except EngineFull as error:
-            found = ResultResponse(body=failure(error), status=410)  # the client sends the request again
+            found = ResultResponse(body=describe_failure(error), status=410)  # the client sends the request again
         except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
-            found = ResultResponse(body=failure(error))
+            found = ResultResponse(body=describe_failure(error))
         finally:
             self._samples.end(name, self._clock.now())
         self._samples.keep(name, found)
         return found
 
-    async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
+    async def _sample(self, request: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
         """Sample, and return the encoded answers. The sampler's weights stay in memory until this coroutine ends."""
         base = self._base(record.base)
-        plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
+        plan, weights = make_sample_plan(request, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
         if adapter:
             await self._use(record)
@@ -409,8 +409,8 @@ class TinkerService:
                 weights.release(adapter)
 
     async def _use(self, record: SamplerRecord) -> None:
-        """Load the weights of a sampler if needed, in a thread, and keep them in memory until they are released. If the
-        caller is cancelled meanwhile, release them when the thread has finished."""
+        """Load the weights of the sampler ``record`` if needed, in a thread, and keep them in memory until they are
+        released. If the caller is cancelled meanwhile, release them when the thread has finished."""
         weights = self._base(record.base).weights
         using = self._loop.run_in_executor(None, weights.use, record.id, lambda: self._read_sampler(record))
 
@@ -457,12 +457,12 @@ class TinkerService:
             return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
-        """Return the log-probabilities of a sequence under a sampler's weights, computed by the thread that also
-        trains. ``top`` is the number of likeliest tokens to return at each position, and ``targets`` are other tokens
-        to score."""
+        """Return the log-probabilities of the sequence ``ids_N`` under the weights of the sampler ``record``, computed
+        by the thread that also trains. ``top`` is the number of likeliest tokens to return at each position, and
+        ``targets`` are other tokens to score."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
         base = self._base(record.base)
-        weights = base.weights.weights_of(record.id)
+        weights = base.weights.find_weights(record.id)
 
         def set_result(found: PromptScores) -> None:
             """Resolve the caller's future, unless the caller was cancelled."""
@@ -501,7 +501,7 @@ class TinkerService:
         event = self._result_events.setdefault((model, seq), asyncio.Event())
         found = self._journal.outcome(model, seq)  # read after the event was created, so that no result is missed
         if found is not None and found.status == WAITING:
-            self._base_of(self.catalog.model(model))
+            self._find_base(self.catalog.model(model))
             with suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
             found = self._journal.outcome(model, seq)
@@ -526,7 +526,7 @@ class TinkerService:
         has the request."""
         job = self._samples.get(name)
         gone = Refusal(
-            f"the promise {excerpt(name)} is not known any more", remedy="ask for the samples again", status=410
+            f"the request {excerpt(name)} is not known any more", remedy="ask for the samples again", status=410
         )
         if job is None:
             raise gone
@@ -566,9 +566,9 @@ class TinkerService:
         row = self._journal.one("SELECT * FROM samplers WHERE id = ?", sampler)
         if row is None:
             raise Refusal(f"there is no sampler {excerpt(sampler)}", remedy="create it first", status=404)
-        return SamplerRecord.of(row)
+        return SamplerRecord.from_row(row)
 
-    def _base_of(self, model: Any) -> ServedBase:
+    def _find_base(self, model: Any) -> ServedBase:
         """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503 if the
         base is not served now: the client then retries, and does not skip the request, for which later requests would
         wait."""

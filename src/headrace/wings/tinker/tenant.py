@@ -39,9 +39,11 @@ class Tenant:
         """The computing time in seconds since the state was last copied to the disk, which a restart would have to
         repeat."""
         self._names = sorted(weights.tensors)
+        """The names of the trained tensors, in the order of the optimizer's parameters."""
         parameters = [weights.tensors[name] for name in self._names]
         fused = all(each.device.type in FUSED_DEVICES for each in parameters)
         self._optimizer = torch.optim.AdamW(parameters, fused=fused or None)
+        """AdamW over all trained tensors."""
 
     @classmethod
     def restored(cls, state: WeightState, *, gradients: bool) -> Tenant:
@@ -86,8 +88,8 @@ class Tenant:
             self.weights.tensors[name].grad = gradient
 
     def step(self, settings: AdamBody) -> dict[str, float]:
-        """Make one optimizer step with the accumulated gradients, and return its metrics: the norm of the gradient, and
-        the version after the step.
+        """Make one optimizer step with the accumulated gradients and the ``settings`` of the request, and return its
+        metrics: the norm of the gradient, and the version after the step.
 
         Without a gradient nothing changes, not even the version. Raises :class:`~headrace.base.errors.RunError` for a
         gradient that is not finite; the gradient is then discarded, and weights and moments are unchanged.

@@ -46,7 +46,7 @@ restart has to repeat."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Order:
+class ModelQueue:
     """The queue state of one model: the requests that have arrived, and the number of the request that is computed
     next."""
 
@@ -100,18 +100,24 @@ class Tenants:
         clock: Clock,
         max_resident: int,
     ) -> None:
-        """Make the manager, which computes nothing before :meth:`resume`. ``directory`` is the state directory, and
-        ``bases`` are the base models by name."""
+        """Create the manager, which computes nothing before :meth:`resume`. ``journal`` records the requests and their
+        results, ``directory`` is the state directory, ``bases`` are the base models by name, and ``clock`` gives the
+        time."""
         self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
-        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses it and _computing
+        self._live: OrderedDict[str, Tenant] = OrderedDict()
+        """The models in memory, the least recently used first; only the computing thread uses it."""
         self._computing: set[str] = set()
-        self._held_requests: dict[str, list[int]] = {}  # requests that wait until the disk can be written, by model
-        self._orders: dict[str, Order] = {}
+        """The models in the middle of a request; only the computing thread uses it."""
+        self._held_requests: dict[str, list[int]] = {}
+        """The numbers of requests that wait until the disk can be written, by model."""
+        self._queues: dict[str, ModelQueue] = {}
+        """The queue state of each model with requests since the start."""
         self._lock = threading.Lock()
+        """Held while the queues or the held requests change, since any thread may change them."""
         self.perform: Perform
         """The function that computes a request; it must be set before :meth:`resume`."""
-        self.ended: Callable[[JournalEntry], object] = lambda entry: None
+        self.on_ended: Callable[[JournalEntry], object] = lambda entry: None
         """A callback that the computing thread calls with a request whose result has been written."""
 
     def resume(self) -> None:
@@ -122,24 +128,24 @@ class Tenants:
             if base is None:
                 continue
             waiting = "SELECT seq, status FROM requests WHERE model = ? ORDER BY seq"
-            order = self._orders[model] = Order(base=base, next_seq=0)
+            queue = self._queues[model] = ModelQueue(base=base, next_seq=0)
             for entry in self._journal.all(waiting, model):
                 if entry["status"] == WAITING:
-                    order.waiting.add(entry["seq"])
+                    queue.waiting.add(entry["seq"])
                 else:
-                    order.next_seq = entry["seq"] + 1
-            self._submit_ready(model, order)
+                    queue.next_seq = entry["seq"] + 1
+            self._submit_ready(model, queue)
 
     def accept(self, entry: JournalEntry) -> None:
-        """Write a request to the journal, and compute it after all earlier requests of its model. If the journal
-        already has a request with this number, do nothing."""
+        """Write the request ``entry`` to the journal, and compute it after all earlier requests of its model. If the
+        journal already has a request with this number, do nothing."""
         new = self._journal.accept(entry, self._clock.wall())
         if not new:
             return
         with self._lock:
-            order = self._order(entry.model)
-            order.waiting.add(entry.seq)
-            self._submit_ready(entry.model, order)
+            queue = self._get_queue(entry.model)
+            queue.waiting.add(entry.seq)
+            self._submit_ready(entry.model, queue)
 
     def give_up_missing(self) -> None:
         """Record requests as failed that have not arrived for :data:`MISSING_S` while later requests of their model
@@ -148,9 +154,9 @@ class Tenants:
         with self._lock:
             late = [
                 (model, seq)
-                for model, order in self._orders.items()
-                if order.missing_since_s is not None and now_s - order.missing_since_s > MISSING_S
-                for seq in range(order.next_seq, min(order.waiting))
+                for model, queue in self._queues.items()
+                if queue.missing_since_s is not None and now_s - queue.missing_since_s > MISSING_S
+                for seq in range(queue.next_seq, min(queue.waiting))
             ]
         for model, seq in late:
             self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
@@ -170,8 +176,8 @@ class Tenants:
     def next_seq(self, model: str) -> int:
         """Return the number of the next request of ``model`` that will be submitted for computing; 0 for a model
         without requests."""
-        order = self._orders.get(model)
-        return 0 if order is None else order.next_seq
+        queue = self._queues.get(model)
+        return 0 if queue is None else queue.next_seq
 
     def park(self, model: str) -> None:
         """Move a model from memory to the disk, after the requests that are already submitted for it."""
@@ -184,7 +190,7 @@ class Tenants:
                 log.warning("%s stays in memory: %s", model, error)
             yield None
 
-        if model in self._orders:
+        if model in self._queues:
             self._turns.submit(self._turn_key(model), job)
 
     def waiting(self, model: str) -> int:
@@ -202,49 +208,49 @@ class Tenants:
                 except NOT_WRITTEN as error:
                     log.warning("%s is not on the disk, and is computed again at the next start: %s", model, error)
 
-    def _order(self, model: str) -> Order:
+    def _get_queue(self, model: str) -> ModelQueue:
         """Return the queue state of a model. For a model that was created after the server started, create a state that
         begins with request 0."""
-        if model not in self._orders:
+        if model not in self._queues:
             row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
             assert row is not None, "requests of unknown models are refused"
-            self._orders[model] = Order(base=self._bases[json.loads(row["spec"])["base"]], next_seq=0)
-        return self._orders[model]
+            self._queues[model] = ModelQueue(base=self._bases[json.loads(row["spec"])["base"]], next_seq=0)
+        return self._queues[model]
 
-    def _submit_ready(self, model: str, order: Order) -> None:
+    def _submit_ready(self, model: str, queue: ModelQueue) -> None:
         """Submit the waiting requests of ``model`` whose predecessors have all arrived, in order. If a predecessor of
         the others is missing, record since when."""
-        first = order.next_seq
-        while order.next_seq in order.waiting:
-            order.waiting.discard(order.next_seq)
-            seq = order.next_seq
-            order.next_seq += 1
+        first = queue.next_seq
+        while queue.next_seq in queue.waiting:
+            queue.waiting.discard(queue.next_seq)
+            seq = queue.next_seq
+            queue.next_seq += 1
             self._turns.submit(self._turn_key(model), partial(self._run_request, model, seq))
-        if not order.waiting:
-            order.missing_since_s = None
-        elif order.missing_since_s is None or order.next_seq > first:
-            order.missing_since_s = self._clock.now()
+        if not queue.waiting:
+            queue.missing_since_s = None
+        elif queue.missing_since_s is None or queue.next_seq > first:
+            queue.missing_since_s = self._clock.now()
 
     def _turn_key(self, model: str) -> str:
         """Return the key of a model in the computing thread, which alternates between keys. Models of a base whose
         weights are trained as a whole share one key, so that no request of one model begins in the middle of a request
         of another model."""
-        base = self._orders[model].base
+        base = self._queues[model].base
         return f"{base.path}" if base.compute.kind.alone else model
 
     def _run_request(self, model: str, seq: int) -> Iterator[object]:
-        """Compute one request of ``model``, as an iterator that yields between its pieces. On a base whose weights are
-        trained as a whole, the other models of the base are moved to the disk before. Afterwards the least recently
-        used models are moved to the disk if too many are in memory. If the disk cannot be written, this request and the
-        following ones wait for :meth:`retry_held`."""
+        """Compute the request ``seq`` of ``model``, as an iterator that yields between its pieces. On a base whose
+        weights are trained as a whole, the other models of the base are moved to the disk before. Afterwards the least
+        recently used models are moved to the disk if too many are in memory. If the disk cannot be written, this
+        request and the following ones wait for :meth:`retry_held`."""
         if model in self._held_requests:
             self._held_requests[model].append(seq)
             return
-        base = self._orders[model].base
+        base = self._queues[model].base
         self._computing.add(model)
         try:
             if base.compute.kind.alone:
-                for each in [one for one in self._live if one != model and self._orders[one].base is base]:
+                for each in [one for one in self._live if one != model and self._queues[one].base is base]:
                     self._evict(each)
             yield from self._compute_entry(model, seq)
         except NOT_WRITTEN as error:
@@ -286,8 +292,8 @@ class Tenants:
                     break
                 yield piece
         except Exception as error:  # noqa: BLE001 - the edge of a request: one tenant's must not end the others'
-            status, answer = FAILED, Answer(result=failure(error))
-            if not is_of_server(error):
+            status, answer = FAILED, Answer(result=describe_failure(error))
+            if not is_server_error(error):
                 if tenant is not None and gradients is not None:
                     tenant.put_back(gradients)
             else:
@@ -300,9 +306,10 @@ class Tenants:
     def _record_result(
         self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float
     ) -> None:
-        """Record the result of a request, and the journal changes that belong to it, in one transaction. Before that,
-        copy the state to the disk if the answer requires it, or if computing the state again would take longer than
-        :data:`COPY_S`. ``took_s`` is the computing time of this request in seconds."""
+        """Record the ``status`` and the result (``answer``) of the request ``entry``, and the journal changes that
+        belong to it, in one transaction. Before that, copy the state ``tenant`` to the disk if the answer requires it,
+        or if computing the state again would take longer than :data:`COPY_S`. ``took_s`` is the computing time of this
+        request in seconds."""
         copied: str | None = None
         if tenant is not None:
             tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
@@ -319,7 +326,7 @@ class Tenants:
             self._journal.run("UPDATE models SET used_s = ? WHERE id = ?", self._clock.wall(), entry.model)
         if tenant is not None:
             self._live.move_to_end(entry.model)
-        self.ended(entry)
+        self.on_ended(entry)
         if copied is not None:
             self._delete_replaced(entry.model, copied, entry.seq)
 
@@ -340,7 +347,7 @@ class Tenants:
         row = self._journal.one("SELECT copy, copied_seq, spec FROM models WHERE id = ?", model)
         assert row is not None, "requests of unknown models are refused"
         if row["copy"] is not None:
-            compute = self._orders[model].base.compute
+            compute = self._queues[model].base.compute
             try:
                 directory = self._model_directory(model) / row["copy"]
                 found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=True)
@@ -418,10 +425,10 @@ class Tenants:
 
     def _model_directory(self, model: str) -> Path:
         """Return the directory of a model's files."""
-        return place_of(self._directory, model)
+        return get_model_directory(self._directory, model)
 
 
-def place_of(directory: Path, model: str) -> Path:
+def get_model_directory(directory: Path, model: str) -> Path:
     """Return the directory of a model's files below the state directory of the server."""
     return directory / "runs" / model.replace(":", "_")
 
@@ -430,34 +437,34 @@ class StateLost(RunError):
     """The error of a model whose state cannot be restored from the disk and the journal."""
 
     def __init__(self, model: str, error: HeadraceError) -> None:
-        """Make the error for ``model``, whose state cannot be restored because of ``error``."""
+        """Create the error for ``model``, whose state cannot be restored because of ``error``."""
         super().__init__(
             f"the state of {model} cannot be restored: {error.problem}",
             remedy="put its files back, or load one of its checkpoints into a new model",
         )
 
 
-def is_of_server(error: Exception) -> bool:
+def is_server_error(error: Exception) -> bool:
     """Return whether ``error`` is a fault of the server, and not of the client's request."""
     return isinstance(error, StateLost) or not isinstance(error, HeadraceError)
 
 
-def failure(error: Exception) -> bytes:
+def describe_failure(error: Exception) -> bytes:
     """Return the JSON answer to a request that failed with ``error``. Its field ``category`` is ``server`` or ``user``,
     according to the cause."""
-    category = "server" if is_of_server(error) else "user"
+    category = "server" if is_server_error(error) else "user"
     words = f"the server failed: {type(error).__name__}: {error}"
     if isinstance(error, HeadraceError):
         words = f"{error.problem}; {error.remedy}"
     return json.dumps({"error": words, "category": category}).encode()
 
 
-def answer_of(value: dict[str, Any], **more: Any) -> Answer:
+def make_answer(value: dict[str, Any], **more: Any) -> Answer:
     """Return an :class:`Answer` whose result is ``value`` as JSON; ``more`` are its other fields."""
     return Answer(result=json.dumps(value).encode(), **more)
 
 
 def _reads_only(entry: JournalEntry) -> bool:
-    """Return whether a computed ``forward_backward`` request asked for no gradient, so that it left the state
+    """Return whether a computed ``forward_backward`` request requested no gradient, so that it left the state
     unchanged. The body of such a request is deleted, so an empty body means the same."""
     return not entry.body or wire.is_forward_only(entry.body)

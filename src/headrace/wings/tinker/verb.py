@@ -23,7 +23,7 @@ def tinker(
     name: list[str] = typer.Option(
         [],
         metavar="NAME[=DIR]",
-        help="A name under which clients may ask for the model, such as Qwen/Qwen3-8B, or for another in DIR (repeat).",
+        help="A name under which clients may request the model, such as Qwen/Qwen3-8B, or for another in DIR (repeat).",
     ),
     whole: list[str] = typer.Option(
         [],
@@ -46,9 +46,9 @@ def tinker(
     from headrace.base.heap import gc_disabled
     from headrace.wings.tinker.config import TinkerConfig
 
-    bases = bases_of(model, name, whole)
+    bases = make_bases(model, name, whole)
     with gc_disabled():
-        from headrace.wings.tinker.run import key_of, serve
+        from headrace.wings.tinker.run import read_or_create_key, serve
 
     config = TinkerConfig(
         bases=bases,
@@ -60,15 +60,15 @@ def tinker(
         max_models=max_models,
         max_resident=max_resident,
     )
-    key = key_of(config.state)
-    serve(config, key, clock=RealClock(), serving=lambda url: _say_serving(config, url, key))
+    key = read_or_create_key(config.state)
+    serve(config, key, clock=RealClock(), on_serving=lambda url: _say_serving(config, url, key))
 
 
 def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     """Print the bases, the state directory, and the two environment variables that the client's shell must set: the
     server's ``url`` and its ``key``."""
     lines = [
-        *(f"serving    {base.path} as {', '.join(base.names)}{_HOW[base.whole]}" for base in config.bases),
+        *(f"serving    {base.path} as {', '.join(base.names)}{_WHOLE_NOTE[base.whole]}" for base in config.bases),
         f"state      {config.state}",
         "\nIn the shell of the client:",
         f"  export TINKER_BASE_URL={url}",
@@ -78,10 +78,10 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
     console().print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
-def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
+def make_bases(model: str, names: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
 
-    ``given`` are the values of ``--name``, for bases whose clients train adapters. ``whole`` are the values of
+    ``names`` are the values of ``--name``, for bases whose clients train adapters. ``whole`` are the values of
     ``--whole``, for bases of which one client at a time trains all weights. A value without ``=DIR`` names ``model``.
     If only ``--whole`` names ``model``, it is not loaded for adapters too. Further names are the text of ``model``, the
     last part of each model's path or hub name, and each path, unless another base has that name.
@@ -92,11 +92,11 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
     from headrace.models.hub import short_model_name
     from headrace.wings.tinker.config import BaseConfig
 
-    main = _directory(model, "MODEL")
+    main = _find_directory(model, "MODEL")
     named: dict[str, tuple[Path, bool]] = {}
-    for option, each in [*(("--name", one) for one in given), *(("--whole", one) for one in whole)]:
+    for option, each in [*(("--name", one) for one in names), *(("--whole", one) for one in whole)]:
         name, _, directory = each.partition("=")
-        path = _directory(directory, f"{option} {each}") if directory else main
+        path = _find_directory(directory, f"{option} {each}") if directory else main
         if not name:
             raise ConfigError(f"{option} {each} has no name", remedy="give NAME, such as Qwen/Qwen3-8B")
         base = path, option == "--whole"
@@ -110,22 +110,22 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
         named.setdefault(short_model_name(str(path)), (path, is_whole))
     for path, is_whole in bases:
         named.setdefault(str(path), (path, is_whole))
-    names = {base: tuple(name for name, of in named.items() if of == base) for base in bases}
-    return tuple(BaseConfig(path=path, names=names[path, is_whole], whole=is_whole) for path, is_whole in bases)
+    names_by_base = {base: tuple(name for name, named_base in named.items() if named_base == base) for base in bases}
+    return tuple(BaseConfig(path=path, names=names_by_base[path, is_whole], whole=is_whole) for path, is_whole in bases)
 
 
-def _directory(given: str, setting: str) -> Path:
-    """Return the directory of a model that is given by its path or by its name on a hub, from which it is downloaded if
-    needed. ``setting`` is the option that gave it, for the message of an error. Raises
+def _find_directory(path_or_name: str, setting: str) -> Path:
+    """Return the directory of the model ``path_or_name``: a path, or a name on a hub, from which it is downloaded if
+    needed. ``setting`` is the option with that value, for the message of an error. Raises
     :class:`~headrace.base.errors.ConfigError` if there is no such directory."""
     from headrace.models.hub import local_directory
     from headrace.models.settings import REMEDY
 
-    path = Path(local_directory(str(Path(given).expanduser()), setting)).resolve()
+    path = Path(local_directory(str(Path(path_or_name).expanduser()), setting)).resolve()
     if not path.is_dir():
         raise ConfigError(f"there is no directory {path}", remedy=REMEDY)
     return path
 
 
-_HOW = {False: "", True: " (all weights)"}
+_WHOLE_NOTE = {False: "", True: " (all weights)"}
 VERB = Verb(run=tinker, group=USE, place=35)

@@ -41,17 +41,18 @@ class WeightKind(Protocol):
     alone: bool
     """Whether only one model at a time can be trained on the base."""
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
         """Return the specification of the model that the request ``body`` describes. Raises
         :class:`~headrace.base.errors.ConfigError` if this server cannot train it, for example because its rank is above
         ``max_rank``."""
         ...
 
-    def new(self, spec: Mapping[str, Any]) -> Weights:
-        """Return new trainable weights, with which the model computes the same as the base."""
+    def create(self, spec: Mapping[str, Any]) -> Weights:
+        """Create and return trainable weights with the specification ``spec``, with which the model computes the same
+        as the base."""
         ...
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors of weights with this specification."""
         ...
 
@@ -74,10 +75,12 @@ class AdapterKind:
     def __init__(self, model: PreTrainedModel) -> None:
         """Add hooks to ``model`` by which passes compute with adapters."""
         self._multi = MultiLora(model)
+        """The hooks that add the adapter of each token."""
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
-        """Return the specification of the adapter that a request describes. Raises
-        :class:`~headrace.base.errors.ConfigError` for an invalid rank, seed or choice of parts."""
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
+        """Return the specification of the adapter that the request ``body`` describes. Raises
+        :class:`~headrace.base.errors.ConfigError` for a rank above ``max_rank``, and for an invalid seed or choice of
+        parts."""
         lora = body.lora_config
         if lora is None:
             raise ConfigError(
@@ -94,9 +97,9 @@ class AdapterKind:
             raise ConfigError("lora_config trains nothing", remedy="set train_attn, train_mlp or train_unembed")
         return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
 
-    def new(self, spec: Mapping[str, Any]) -> LoraTensors:
-        """Return a new adapter with the specification ``spec``. Raises :class:`~headrace.base.errors.ConfigError` if
-        the base has no layers of one of its parts."""
+    def create(self, spec: Mapping[str, Any]) -> LoraTensors:
+        """Create and return an adapter with the specification ``spec``. Raises
+        :class:`~headrace.base.errors.ConfigError` if the base has no layers of one of its parts."""
         if self._multi.has_experts and MLP in spec["parts"]:
             raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
         missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
@@ -104,7 +107,7 @@ class AdapterKind:
             raise ConfigError(f"this model has no layer of {', '.join(sorted(missing))}", remedy="leave that part out")
         return self._multi.create(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Return the names and shapes of the tensors of an adapter with this specification."""
         return {**self._multi.get_shapes(rank=spec["rank"], parts=spec["parts"])}
 
@@ -114,7 +117,7 @@ class AdapterKind:
         return self._multi.on([Segment(lora=weights)])
 
     def runs_head(self, weights: LoraTensors | None) -> bool:
-        """Return whether the adapter changes the head, whose hooks run only if it is called as a module."""
+        """Return whether the adapter ``weights`` changes the head, whose hooks run only if it is called as a module."""
         return weights is not None and any(weights.pair(name) is not None for name in self._multi.heads)
 
 
@@ -129,6 +132,7 @@ class WholeKind:
         them."""
         model.requires_grad_(requires_grad=False)
         self._base = self._current = weight_tensors(model)
+        """The base's own weights by name. ``_current`` are the weights that the module computes with now."""
         names = {id(tensor): name for name, tensor in self._base.items()}
         self._parameter_slots: list[tuple[dict[str, Any], str, str]] = [
             (module._parameters, key, names[id(tensor)])  # all references to a tied parameter
@@ -136,10 +140,11 @@ class WholeKind:
             for key, tensor in module._parameters.items()
             if tensor is not None
         ]
+        """All places of the module's parameters: the dictionary, the key in it, and the name of the weight."""
 
-    def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
-        """Return the specification of a model that trains all weights. Raises
-        :class:`~headrace.base.errors.ConfigError` if the request excludes a part."""
+    def make_spec(self, body: CreateModelBody, max_rank: int) -> Spec:
+        """Return the specification of a model that trains all weights; ``max_rank`` is not used. Raises
+        :class:`~headrace.base.errors.ConfigError` if the request ``body`` excludes a part."""
         lora = body.lora_config or LoraBody(rank=1)
         flags = {"train_attn": lora.train_attn, "train_mlp": lora.train_mlp, "train_unembed": lora.train_unembed}
         left_out = next((name for name, wanted in flags.items() if not wanted), None)
@@ -147,12 +152,12 @@ class WholeKind:
             raise ConfigError(f"{left_out}=False: {body.base_model} trains all weights", remedy=f"set {left_out}=True")
         return {"base": body.base_model, "rank": None, "seed": 0, "parts": []}
 
-    def new(self, spec: Mapping[str, Any]) -> WholeTensors:
-        """Return trainable copies of the base's weights; ``spec`` is not used."""
+    def create(self, spec: Mapping[str, Any]) -> WholeTensors:
+        """Create and return trainable copies of the base's weights; ``spec`` is not used."""
         return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
 
-    def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of all weights of the base."""
+    def list_shapes(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of all weights of the base, which do not depend on ``spec``."""
         return {name: tuple(tensor.shape) for name, tensor in self._base.items()}
 
     @contextmanager

@@ -31,7 +31,7 @@ from headrace.base.errors import DataError, HeadraceError
 from headrace.wings.view import episodes, figures
 from headrace.wings.view.auth import ViewAuth
 from headrace.wings.view.credit import EpisodeAdvantages
-from headrace.wings.view.outliers import outliers
+from headrace.wings.view.outliers import find_outliers
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.timeline import timeline
 
@@ -58,7 +58,8 @@ def make_app(
     runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
 ) -> ViewAuth:
     """Return the dashboard of ``runs`` as an ASGI application. Every request must have ``token``. Event streams end
-    once ``ending()`` returns true; ``secure`` is true if the dashboard is served over TLS only."""
+    once ``ending()`` returns true; ``secure`` is true if the dashboard is served over TLS only. ``clock`` limits the
+    time of searches."""
 
     def on_run(answer: Answer) -> Callable[[Request], Response]:
         """Return a request handler that looks up the run by the number in the path of the request, and responds with
@@ -78,7 +79,7 @@ def make_app(
 
         async def events() -> AsyncIterator[bytes]:
             """Yield the events until the server shuts down."""
-            async for event in changes(runs, ending):
+            async for event in stream_changes(runs, ending):
                 yield event
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -97,10 +98,12 @@ def make_app(
         Route("/api/changes", stream),
         *(Route(f"/api/runs/{{run:number}}/{path}", on_run(answer)) for path, answer in _run_routes(clock).items()),
     ]
-    return application(answers, _page, token=token, secure=secure)
+    return make_application(answers, _respond_page, token=token, secure=secure)
 
 
-def application(answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool) -> ViewAuth:
+def make_application(
+    answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool
+) -> ViewAuth:
     """Return an ASGI application with the routes ``answers``, the static files of the dashboard, and the page that
     ``page`` returns at ``/``. Every request must have ``token``; ``secure`` is true if the application is served over
     TLS only. The dashboard of runs and the page about tenants both use this function."""
@@ -121,45 +124,47 @@ def _run_routes(clock: Clock) -> dict[str, Answer]:
         "overview": lambda run, _: figures.overview(run),
         "metrics": lambda run, _: figures.metrics(run),
         "series": lambda run, request: figures.series(
-            run, [name for name in _parameter(request, "names").split(",") if name]
+            run, [name for name in _get_parameter(request, "names").split(",") if name]
         ),
         "flow": lambda run, _: figures.flow(run),
         "system": lambda run, _: figures.system(run),
-        "timeline": lambda run, request: timeline(run, *(_parameter(request, name) for name in ("from", "to", "bins"))),
-        "outliers/{step:number}": lambda run, request: outliers(run, clock, request.path_params["step"]),
+        "timeline": lambda run, request: timeline(
+            run, *(_get_parameter(request, name) for name in ("from", "to", "bins"))
+        ),
+        "outliers/{step:number}": lambda run, request: find_outliers(run, clock, request.path_params["step"]),
         "episodes": lambda run, request: episodes.list_episodes(run, dict(request.query_params)),
         "search": lambda run, request: episodes.search_episodes(
-            run, clock, _search_text(request), _parameter(request, "before")
+            run, clock, _read_search_text(request), _get_parameter(request, "before")
         ),
         "episodes/{key}": lambda run, request: episodes.read_episode(run, cache, request.path_params["key"]),
-        "episodes/{key}/turns/{turn:number}": lambda run, request: _window(run, cache, request),
-        "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, request: episodes.token(
+        "episodes/{key}/turns/{turn:number}": lambda run, request: _answer_window(run, cache, request),
+        "episodes/{key}/turns/{turn:number}/{place:number}": lambda run, request: episodes.read_token(
             run, request.path_params["key"], request.path_params["turn"], request.path_params["place"]
         ),
     }
 
 
-def _page(_: Request) -> Response:
+def _respond_page(_: Request) -> Response:
     """Return the HTML page of the dashboard."""
     return Response((files("headrace.wings.view") / "static" / "index.html").read_bytes(), media_type="text/html")
 
 
-def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
+def _answer_window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
     """Return the requested tokens of a turn as aligned columns: ``count`` tokens, beginning with the token number
     ``from``. The path has the episode and the turn. Raises :class:`~headrace.base.errors.DataError` for values that are
     not whole numbers."""
-    first, count = (_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
-    span = episodes.whole_number(first), episodes.whole_number(count)
+    first, count = (_get_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
+    span = episodes.parse_whole_number(first), episodes.parse_whole_number(count)
     if span[0] is None or span[1] is None:
-        raise DataError("from and count are whole numbers", remedy="ask for from=0&count=1024")
+        raise DataError("from and count are whole numbers", remedy="request from=0&count=1024")
     path = request.path_params
-    return episodes.window(run, cache, path["key"], path["turn"], (span[0], span[1]))
+    return episodes.read_window(run, cache, path["key"], path["turn"], (span[0], span[1]))
 
 
-def _search_text(request: Request) -> str:
+def _read_search_text(request: Request) -> str:
     """Return the search text of the request. Raises :class:`~headrace.base.errors.DataError` if it is empty or too
     long."""
-    words = _parameter(request, "words")
+    words = _get_parameter(request, "words")
     if not words.strip() or len(words) > 200:
         raise DataError(
             "the search text is empty or longer than 200 characters", remedy="give words of 1 to 200 characters"
@@ -167,13 +172,13 @@ def _search_text(request: Request) -> str:
     return words
 
 
-def _parameter(request: Request, name: str) -> str:
+def _get_parameter(request: Request, name: str) -> str:
     """Return the parameter ``name`` of the request's query; an empty text if it is not given."""
     return request.query_params.get(name, "")
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """Return ``value`` as a JSON response."""
+    """Return ``value`` as a JSON response with the HTTP ``status``."""
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
@@ -197,7 +202,7 @@ ALIVE_S = 15.0
 """Interval in seconds between comment lines, which prevent proxies from closing an idle stream."""
 
 
-async def changes(runs: Sequence[OpenRun], ending: Callable[[], bool]) -> AsyncIterator[bytes]:
+async def stream_changes(runs: Sequence[OpenRun], ending: Callable[[], bool]) -> AsyncIterator[bytes]:
     """Yield server-sent events for an open page, until ``ending()`` returns true because the server shuts down. The
     first event is ``hello``. Each event ``change`` has the numbers of the runs whose files have changed. Comment lines
     between events keep the connection open."""

@@ -29,12 +29,14 @@ def _read(turn: Turn, reader: StoreReader) -> Turn:
     """Return a copy of a turn with its columns loaded into memory."""
     kept, routing = turn.tokens.kept, turn.tokens.routing
     tokens = msgspec.structs.replace(
-        turn.tokens, kept=_or_none(reader.kept, kept), routing=_or_none(reader.routing, routing)
+        turn.tokens, kept=_read_or_none(reader.kept, kept), routing=_read_or_none(reader.routing, routing)
     )
-    return msgspec.structs.replace(turn, tokens=tokens, context_routing=_or_none(reader.routing, turn.context_routing))
+    return msgspec.structs.replace(
+        turn, tokens=tokens, context_routing=_read_or_none(reader.routing, turn.context_routing)
+    )
 
 
-def _or_none(read: Callable[[T], T], column: T | None) -> T | None:
+def _read_or_none(read: Callable[[T], T], column: T | None) -> T | None:
     """Return ``read(column)``; ``None`` if ``column`` is ``None`` or cannot be read."""
     try:
         return None if column is None else read(column)

@@ -43,12 +43,15 @@ class EpisodeAdvantages:
     def __init__(self) -> None:
         """Create an empty cache."""
         self._lock = threading.Lock()
+        """Held while results are looked up or computed."""
         self._steps: dict[tuple[Path, int], _Step] = {}
+        """The results of recent steps, by run directory and step."""
         self._reverse_kl: dict[Path, ReverseKl | None] = {}
+        """The settings of the reverse KL to a teacher of each run, by run directory; ``None`` for a run without."""
 
-    def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
+    def find(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
         """Return the advantage of each turn of ``episode``, or ``None`` and the reason why there is no advantage.
-        ``row`` is the episode's record in the list of episodes."""
+        ``row`` is the episode's record in the list of episodes. ``run`` is the run of the episode."""
         if row.step is None:
             return None, "no step has taken its group"
         if row.status != "scored":
@@ -56,7 +59,7 @@ class EpisodeAdvantages:
         if any(turn.branch is not None for turn in episode.turns):
             return None, "it has branches, which are credited apart from it"
         with self._lock:
-            of_step, why = self._step(run, row.step)
+            of_step, why = self._find_step(run, row.step)
         if episode.key not in of_step:
             return None, why
         return [of_step[episode.key]] * len(episode.turns), why
@@ -64,22 +67,22 @@ class EpisodeAdvantages:
     def teacher_term(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
         """Return the term that a teacher adds to the advantage of each of T tokens, computed from ``gaps_T``, log ν −
         log μ; ``None`` if no teacher contributes to the run's advantage, or if there are no gaps."""
-        reverse_kl = self._reverse_kl_of(run)
+        reverse_kl = self._get_reverse_kl(run)
         return None if reverse_kl is None or gaps_T is None else reverse_kl.credit_tokens(gaps_T.astype(np.float64))
 
     def has_teacher_term(self, run: OpenRun) -> bool:
         """Return whether a teacher adds a term to the run's advantages."""
-        return self._reverse_kl_of(run) is not None
+        return self._get_reverse_kl(run) is not None
 
-    def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
+    def _get_reverse_kl(self, run: OpenRun) -> ReverseKl | None:
         """Return the settings of the run's advantage if it is the reverse KL to a teacher, and ``None`` otherwise. The
         settings are read once for each run."""
         with self._lock:
             if run.directory not in self._reverse_kl:
-                self._reverse_kl[run.directory] = _reverse_kl(run)
+                self._reverse_kl[run.directory] = _read_reverse_kl(run)
             return self._reverse_kl[run.directory]
 
-    def _step(self, run: OpenRun, step: int) -> _Step:
+    def _find_step(self, run: OpenRun, step: int) -> _Step:
         """Return the advantages of a step of a run. The results of the last 16 computed steps are cached. The caller
         must hold the lock."""
         at = (run.directory, step)
@@ -96,7 +99,7 @@ def _compute(run: OpenRun, step: int) -> _Step:
     from headrace.algo.advantages import Outcomes
 
     try:
-        algo = _settings(run)
+        algo = _read_settings(run)
     except ConfigError as error:
         return {}, f"the settings of its advantage cannot be read: {error.problem}"
     recorded_elsewhere = algo.advantage.by_critic or algo.advantage.by_teacher
@@ -108,12 +111,12 @@ def _compute(run: OpenRun, step: int) -> _Step:
     counted = [row for row in rows if row.status in COUNTED and row.reward is not None]
     if not counted or len(rows) == MOST_EPISODES:
         return {}, "its step has more episodes than are worked out here" if counted else "nothing of it was rewarded"
-    found_E = algo.credit_of_episodes(_outcomes(Outcomes, counted))
+    found_E = algo.credit_of_episodes(_make_outcomes(Outcomes, counted))
     keys = [EpisodeKey(row.group, row.place) for row in counted]
     return {key: float(value) for key, value in zip(keys, found_E, strict=True)}, ""
 
 
-def _settings(run: OpenRun) -> AlgoConfig:
+def _read_settings(run: OpenRun) -> AlgoConfig:
     """Return the settings ``[algo]`` of a run, from its ``config.json``. Raises
     :class:`~headrace.base.errors.ConfigError` if they cannot be read."""
     from headrace.algo.config import AlgoConfig
@@ -122,19 +125,19 @@ def _settings(run: OpenRun) -> AlgoConfig:
     return validate(AlgoConfig, run.config.section("algo"))
 
 
-def _reverse_kl(run: OpenRun) -> ReverseKl | None:
+def _read_reverse_kl(run: OpenRun) -> ReverseKl | None:
     """Return the settings of the run's advantage if it is the reverse KL to a teacher; ``None`` otherwise, and if the
     settings cannot be read."""
     from headrace.algo.advantages.tokens import ReverseKl
 
     try:
-        advantage = _settings(run).advantage
+        advantage = _read_settings(run).advantage
     except ConfigError:
         return None
     return advantage if isinstance(advantage, ReverseKl) else None
 
 
-def _outcomes(record_type: Any, rows: Sequence[EpisodeRow]) -> Any:
+def _make_outcomes(record_type: Any, rows: Sequence[EpisodeRow]) -> Any:
     """Return the inputs of the advantages as a ``record_type`` (the class ``Outcomes``): reward, group and number of
     tokens of each of E episodes and, if all episodes have the same K reward components, these components."""
     names = list(rows[0].parts)

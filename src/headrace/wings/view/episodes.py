@@ -53,9 +53,9 @@ MOST_DIGITS = 18
 
 
 def list_episodes(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
-    """Return one page of the list of episodes, with excerpts of their texts, and the total number of episodes that
-    match the filter. ``parameters`` are the parameters of the request: ``order``, ``offset``, ``limit``, and the
-    conditions of the filter. Raises :class:`~headrace.base.errors.DataError` for an invalid value."""
+    """Return one page of the list of episodes of ``run``, with excerpts of their texts, and the total number of
+    episodes that match the filter. ``parameters`` are the parameters of the request: ``order``, ``offset``, ``limit``,
+    and the conditions of the filter. Raises :class:`~headrace.base.errors.DataError` for an invalid value."""
     order = parameters.pop("order", "newest")
     if order not in ORDERS:
         raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
@@ -64,7 +64,7 @@ def list_episodes(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
     browser = run.browser()
     rows = browser.page(query, order=order, offset=offset, limit=min(limit, MOST_PAGE))
     return {
-        "rows": [_row(row) | _excerpts(run, browser, row) for row in rows],
+        "rows": [_encode_row(row) | _make_excerpts(run, browser, row) for row in rows],
         "total": run.cached(f"count {query}", lambda: browser.count(query)),
         "running": browser.num_running(),
         "offset": offset,
@@ -72,33 +72,33 @@ def list_episodes(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
 
 
 def search_episodes(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
-    """Search the episodes for the text ``words``, ignoring case, from the latest episode backwards for at most
-    :data:`SEARCH_S`, and return the matches. The field ``next`` of the answer is the key of the last episode that was
-    read, empty if the search is complete; ``before`` is the ``next`` of the previous answer, empty to begin with the
-    latest episode."""
+    """Search the episodes of ``run`` for the text ``words``, ignoring case, from the latest episode backwards for at
+    most :data:`SEARCH_S` on ``clock``, and return the matches. The field ``next`` of the answer is the key of the last
+    episode that was read, empty if the search is complete; ``before`` is the ``next`` of the previous answer, empty to
+    begin with the latest episode."""
     needle, until_s = words.casefold(), clock.now() + SEARCH_S
     found: list[dict[str, Any]] = []
     read = 0
-    for episode in _backwards(run.browser(), _parse_key(before) if before else None):
+    for episode in _iterate_backwards(run.browser(), _parse_key(before) if before else None):
         read += 1
-        place = _match(run, episode, needle)
+        place = _find_match(run, episode, needle)
         found += [] if place is None else [place]
         if len(found) == MOST_FOUND or clock.now() > until_s:
             return {"found": found, "read": read, "next": str(episode.key)}
     return {"found": found, "read": read, "next": ""}
 
 
-def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
-    """Yield every episode that comes before the episode ``at`` (``None``: every episode), the latest first."""
-    while block := browser.episodes_before(at, BLOCK):
+def _iterate_backwards(browser: Browser, before: EpisodeKey | None) -> Iterator[EpisodeGraph]:
+    """Yield every episode that comes before the episode ``before`` (``None``: every episode), the latest first."""
+    while block := browser.episodes_before(before, BLOCK):
         yield from block
-        at = block[-1].key
+        before = block[-1].key
 
 
 def read_episode(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
-    """Return one episode for its page: its record in the ledger, the records of all episodes of its group, and its
-    turns without their tokens. ``name`` is the key ``GROUP.PLACE``. Raises :class:`~headrace.base.errors.DataError` if
-    there is no such episode."""
+    """Return one episode of ``run`` for its page: its record in the ledger, the records of all episodes of its group,
+    and its turns without their tokens. ``name`` is the key ``GROUP.PLACE``, and ``advantage_cache`` computes the
+    advantages. Raises :class:`~headrace.base.errors.DataError` if there is no such episode."""
     key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None:
@@ -106,23 +106,23 @@ def read_episode(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) ->
     episode = with_columns(episode, run.directory)
     siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
     row = next(each for each in siblings if each.place == key.place)
-    advantages, why = advantage_cache.of(run, episode, row)
-    differing = routing_differences(episode)
-    recorded = TeacherColumns.of(run, episode)
+    advantages, why = advantage_cache.find(run, episode, row)
+    differing = count_routing_differences(episode)
+    recorded = TeacherColumns.read(run, episode)
     if advantage_cache.has_teacher_term(run) and not recorded.teacher_scores:
-        advantages, why = None, f"a teacher adds to it, and of that: {no_teacher_reason(run, row.step)}"
+        advantages, why = None, f"a teacher adds to it, and of that: {explain_missing_teacher(run, row.step)}"
     turns = [
-        _turn(run, index, turn, advantages, None if differing is None else differing[index])
+        _encode_turn(run, index, turn, advantages, None if differing is None else differing[index])
         | {"gap": max_abs(recorded.gaps.get(index))}
         | _teacher_summary(advantage_cache, run, episode, recorded, index)
         for index, turn in enumerate(episode.turns)
     ]
     return {
-        **_row(row),
+        **_encode_row(row),
         "turns": turns,
-        "siblings": [_row(each) for each in siblings],
+        "siblings": [_encode_row(each) for each in siblings],
         "advantage_why": why,
-        "teacher_why": "" if recorded.teacher_scores else no_teacher_reason(run, row.step),
+        "teacher_why": "" if recorded.teacher_scores else explain_missing_teacher(run, row.step),
         "words_problem": run.words.problem,
         "agent_rewards": episode.agent_rewards,
     }
@@ -139,18 +139,20 @@ def _teacher_summary(
         "teacher": episode.turns[turn].teacher,
         "teacher_gap": max_abs(gaps_T),
         "teacher_entries": 0 if teacher_scores is None else teacher_scores.ids_TK.shape[1],
-        "teacher_adds": None if teacher_scores is None or added_T is None else _range(added_T[teacher_scores.known_T]),
+        "teacher_adds": None
+        if teacher_scores is None or added_T is None
+        else _find_range(added_T[teacher_scores.known_T]),
     }
 
 
-def window(
+def read_window(
     run: OpenRun, advantage_cache: EpisodeAdvantages, name: str, turn: int, span: tuple[int, int]
 ) -> dict[str, Any]:
-    """Return the recorded values of some tokens of turn number ``turn`` of the episode ``name``, as columns with one
-    element per token: up to ``span[1]`` tokens, beginning with token ``span[0]``. Columns that were not recorded are
-    left out."""
+    """Return the recorded values of some tokens of turn number ``turn`` of the episode ``name`` of ``run``, as columns
+    with one element per token: up to ``span[1]`` tokens, beginning with token ``span[0]``. Columns that were not
+    recorded are left out. ``advantage_cache`` computes the teacher's term of the advantages."""
     first, count = span
-    episode, held = _turn_of(run, name, turn)
+    episode, held = _find_turn(run, name, turn)
     tokens = held.tokens
     last = min(len(tokens), first + min(count, MOST_WINDOW))
     shown_W = tokens.ids_T[first:last]
@@ -160,45 +162,45 @@ def window(
         "text": run.words.pieces(tokens.ids_T.tolist(), first, last) if last > first else [],
         "id": shown_W.tolist(),
         "version": tokens.versions_T[first:last].tolist(),
-        "logprob": [_finite(value) for value in tokens.logprobs_T[first:last].tolist()],
+        "logprob": [_replace_non_finite(value) for value in tokens.logprobs_T[first:last].tolist()],
     }
     if tokens.kept is not None:
         columns["kept"] = tokens.kept.sizes_T[first:last].tolist()
     if tokens.entropies_T is not None:
-        columns["entropy"] = [_finite(value) for value in tokens.entropies_T[first:last].tolist()]
-    recorded = run.cached(f"recorded {name}", lambda: TeacherColumns.of(run, episode))
+        columns["entropy"] = [_replace_non_finite(value) for value in tokens.entropies_T[first:last].tolist()]
+    recorded = run.cached(f"recorded {name}", lambda: TeacherColumns.read(run, episode))
     if turn in recorded.gaps:
-        columns["gap"] = [_finite(value) for value in recorded.gaps[turn][first:last].tolist()]
+        columns["gap"] = [_replace_non_finite(value) for value in recorded.gaps[turn][first:last].tolist()]
     if (teacher_scores := recorded.teacher_scores.get(turn)) is not None:
-        columns["teacher"] = [_finite(value) for value in teacher_scores.logprobs_T[first:last].tolist()]
+        columns["teacher"] = [_replace_non_finite(value) for value in teacher_scores.logprobs_T[first:last].tolist()]
         columns["teacher_version"] = teacher_scores.versions_T[first:last].tolist()
     if (added_T := advantage_cache.teacher_term(run, recorded.teacher_gaps(episode, turn))) is not None:
         columns["teacher_adds"] = added_T[first:last].tolist()
-    differing = routing_differences(episode)
+    differing = count_routing_differences(episode)
     again_T = None if differing is None else differing[turn]
     if again_T is not None:
         columns["rerouted"] = again_T[first:last].tolist()
     return columns
 
 
-def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
-    """Return the further records of token number ``place`` of a turn: its kept-set as text, its experts by layer, and
-    its teacher's distribution; what was not recorded is left out. Raises :class:`~headrace.base.errors.DataError` if
-    there is no such token."""
-    _, held = _turn_of(run, name, turn)
+def read_token(run: OpenRun, name: str, turn: int, index: int) -> dict[str, Any]:
+    """Return the further records of token number ``index`` of turn number ``turn`` of the episode ``name`` of ``run``:
+    its kept-set as text, its experts by layer, and its teacher's distribution; what was not recorded is left out.
+    Raises :class:`~headrace.base.errors.DataError` if there is no such token."""
+    _, held = _find_turn(run, name, turn)
     tokens = held.tokens
-    if not 0 <= place < len(tokens):
-        raise DataError(f"turn {turn} has no token {place}", remedy=f"it has {len(tokens)}")
-    detail: dict[str, Any] = {"place": place}
-    if tokens.kept is not None and tokens.kept.sizes_T[place]:
-        ids = tokens.kept[place : place + 1].ids_E.tolist()
+    if not 0 <= index < len(tokens):
+        raise DataError(f"turn {turn} has no token {index}", remedy=f"it has {len(tokens)}")
+    detail: dict[str, Any] = {"place": index}
+    if tokens.kept is not None and tokens.kept.sizes_T[index]:
+        ids = tokens.kept[index : index + 1].ids_E.tolist()
         detail["kept"] = [{"id": each, "text": run.words.pieces([each])[0]} for each in ids[:MOST_KEPT]]
         detail["kept_more"] = max(0, len(ids) - MOST_KEPT)
-    if tokens.routing is not None and tokens.routing.known_T[place]:
-        detail["experts"] = tokens.routing[place : place + 1].experts_RLK[0].tolist()
-    if tokens.teacher_scores is not None and tokens.teacher_scores.known_T[place]:
+    if tokens.routing is not None and tokens.routing.known_T[index]:
+        detail["experts"] = tokens.routing[index : index + 1].experts_RLK[0].tolist()
+    if tokens.teacher_scores is not None and tokens.teacher_scores.known_T[index]:
         teacher_scores = zip(
-            tokens.teacher_scores.ids_TK[place].tolist(), tokens.teacher_scores.logs_TK[place].tolist(), strict=True
+            tokens.teacher_scores.ids_TK[index].tolist(), tokens.teacher_scores.logs_TK[index].tolist(), strict=True
         )
         detail["teacher"] = [
             {"id": each, "text": run.words.pieces([each])[0], "logprob": log}
@@ -207,10 +209,11 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
     return detail
 
 
-def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
-    """Return how often the routing of tokens changed when a later turn read them as context. For each turn and each of
-    its tokens, the result has the number of the token's experts, over all layers, that were not chosen again; −1 if one
-    of the two choices is not recorded. If several later turns have read a token, the last of them counts.
+def count_routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
+    """Return how often the routing of the tokens of ``episode`` changed when a later turn read them as context. For
+    each turn and each of its tokens, the result has the number of the token's experts, over all layers, that were not
+    chosen again; −1 if one of the two choices is not recorded. If several later turns have read a token, the last of
+    them counts.
 
     The entry of a turn that was not read again is ``None``; the result is ``None`` if no turn was read again.
     """
@@ -234,10 +237,10 @@ def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[in
         span = slice(before, before + len(tokens))
         before += len(tokens)
         if again is not None and tokens.routing is not None and before <= len(again):
-            yield earlier, _differing(tokens.routing, again[span])
+            yield earlier, _count_differing(tokens.routing, again[span])
 
 
-def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
+def _count_differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
     """Return for each token the number of its experts in ``first``, over all layers, that are not among its experts of
     the same layer in ``again``; −1 if one of the two is not recorded. The order of the experts does not matter."""
     counts_T = np.full(len(first), -1, np.int64)
@@ -252,12 +255,12 @@ def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
     return counts_T
 
 
-def _turn(
+def _encode_turn(
     run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
 ) -> dict[str, Any]:
-    """Return the JSON of turn number ``index`` for the page of an episode, without its tokens. ``advantages`` has one
-    number per turn, or is ``None``; ``differing`` is the number of each token's experts that were not chosen again, or
-    ``None``."""
+    """Return the JSON of turn number ``index`` of ``run`` for the page of an episode, without its tokens.
+    ``advantages`` has one number per turn, or is ``None``; ``differing`` is the number of each token's experts that
+    were not chosen again, or ``None``."""
     tokens = turn.tokens
     return {
         "index": index,
@@ -273,25 +276,25 @@ def _turn(
         "process": turn.process,
         "branch": turn.branch,
         "versions": find_version_range([tokens]),
-        "advantage": None if advantages is None else _finite(advantages[index]),
+        "advantage": None if advantages is None else _replace_non_finite(advantages[index]),
         "preview": "".join(run.words.pieces(tokens.ids_T[:PREVIEW_TOKENS].tolist())),
-        "kept": _range(tokens.kept.sizes_T[tokens.kept.sizes_T > 0]) if tokens.kept is not None else None,
+        "kept": _find_range(tokens.kept.sizes_T[tokens.kept.sizes_T > 0]) if tokens.kept is not None else None,
         "experts": None if tokens.routing is None else list(tokens.routing.experts_RLK.shape[1:]),
-        "entropy": None if tokens.entropies_T is None else _range(tokens.entropies_T[tokens.sampled_T]),
+        "entropy": None if tokens.entropies_T is None else _find_range(tokens.entropies_T[tokens.sampled_T]),
         "rerouted": None if differing is None else int((differing > 0).sum()),
-        "logprob": _range(tokens.logprobs_T[tokens.sampled_T & np.isfinite(tokens.logprobs_T)]),
+        "logprob": _find_range(tokens.logprobs_T[tokens.sampled_T & np.isfinite(tokens.logprobs_T)]),
         "mixed": int((tokens.versions_T < NOT_SAMPLED).sum()),
     }
 
 
-def _row(row: EpisodeRow) -> dict[str, Any]:
+def _encode_row(row: EpisodeRow) -> dict[str, Any]:
     """Return the record of an episode for the page, with its key ``GROUP.PLACE`` and its age: the version that trained
     it minus the oldest version that sampled it, ``None`` if it was not trained."""
     age = None if row.step is None or row.oldest is None else row.step - row.oldest
     return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
 
 
-def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
+def _make_excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
     """Return two short texts of an episode for the list: the end of its first prompt, and the beginning of its last
     answer."""
     episode = browser.episode(EpisodeKey(row.group, row.place))
@@ -302,9 +305,9 @@ def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]
     return {"prompt": prompt[-EXCERPT:], "answer": answer[:EXCERPT]}
 
 
-def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
-    """Return the first turn of an episode that contains ``needle``, a text in folded case, with the text around the
-    match; ``None`` if no turn contains it."""
+def _find_match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
+    """Return the first turn of an ``episode`` of ``run`` that contains ``needle``, a text in folded case, with the text
+    around the match; ``None`` if no turn contains it."""
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -320,7 +323,7 @@ def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] |
     return None
 
 
-def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
+def _find_turn(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
     """Return the episode with the key ``name`` (``GROUP.PLACE``), and its turn number ``turn``. Raises
     :class:`~headrace.base.errors.DataError` if there is no such turn."""
     key = _parse_key(name)
@@ -331,7 +334,7 @@ def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
     return episode, episode.turns[turn]
 
 
-def whole_number(text: str) -> int | None:
+def parse_whole_number(text: str) -> int | None:
     """Parse ``text`` as a non-negative integer in ASCII digits; return ``None`` if it is not one, or is too long for
     the ledger's 64-bit columns."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS
@@ -352,7 +355,7 @@ def _parse_query(parameters: dict[str, str]) -> EpisodeQuery:
 def _parse_number(parameters: dict[str, str], name: str, default: int) -> int:
     """Remove the parameter ``name`` and return its whole number, or ``default`` if it is absent."""
     text = parameters.pop(name, str(default))
-    number = whole_number(text)
+    number = parse_whole_number(text)
     if number is None:
         raise DataError(
             f"{name}={text[:40]!r} is not a number", remedy=f"give a whole number from 0 to {'9' * MOST_DIGITS}"
@@ -364,18 +367,18 @@ def _parse_key(name: str) -> EpisodeKey:
     """Parse the key of an episode, such as ``12.3``: group 12, place 3. Raises :class:`~headrace.base.errors.DataError`
     for other text."""
     group, dot, place = name.partition(".")
-    numbers = whole_number(group), whole_number(place)
+    numbers = parse_whole_number(group), parse_whole_number(place)
     if not dot or numbers[0] is None or numbers[1] is None:
-        raise DataError(f"{name[:60]!r} names no episode", remedy="write GROUP.PLACE, 12.3 for one")
+        raise DataError(f"{name[:60]!r} is no key of an episode", remedy="write GROUP.PLACE, 12.3 for one")
     return EpisodeKey(numbers[0], numbers[1])
 
 
-def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
+def _find_range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
     """Return the smallest and the largest of ``values``; ``None`` if there are none."""
     return (float(values.min()), float(values.max())) if len(values) else None
 
 
-def _finite(value: float) -> float | None:
+def _replace_non_finite(value: float) -> float | None:
     """Return ``value``, or ``None`` in place of NaN and infinity, which JSON does not have."""
     return value if np.isfinite(value) else None
 
@@ -391,7 +394,7 @@ class TeacherColumns:
     """The log-probabilities of the tokens under a teacher, which runs in an engine or in the learner's process."""
 
     @classmethod
-    def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
+    def read(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
         """Read the recorded values of ``episode`` from the ledger of the run."""
         learned = run.browser().token_results(episode.key.group)
         served = {
@@ -404,15 +407,15 @@ class TeacherColumns:
         return cls(gaps=learned.gaps(episode), teacher_scores={**learned.teacher_scores(episode), **served})
 
     def teacher_gaps(self, episode: EpisodeGraph, turn: int) -> FloatColumn | None:
-        """Return log ν − log μ of each token of turn number ``turn``, with NaN for tokens that the teacher did not
-        score; ``None`` if no teacher's scores of the turn were recorded."""
+        """Return log ν − log μ of each token of turn number ``turn`` of ``episode``, with NaN for tokens that the
+        teacher did not score; ``None`` if no teacher's scores of the turn were recorded."""
         teacher_scores = self.teacher_scores.get(turn)
         return None if teacher_scores is None else teacher_scores.logprobs_T - episode.turns[turn].tokens.logprobs_T
 
 
-def no_teacher_reason(run: OpenRun, step: int | None) -> str:
-    """Return the reason why no teacher's values are recorded for an episode that ``step`` trained (``None``: the
-    episode was not trained)."""
+def explain_missing_teacher(run: OpenRun, step: int | None) -> str:
+    """Return the reason why no teacher's values are recorded for an episode that ``step`` of ``run`` trained (``None``:
+    the episode was not trained)."""
     teachers: list[dict[str, Any]] = run.setting("learner", "teachers") or []
     if not teachers:
         return "the run has no teacher"

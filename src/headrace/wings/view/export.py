@@ -26,7 +26,7 @@ from headrace.base.clock import Clock, RealClock
 from headrace.base.errors import HeadraceError, RunError, visible
 from headrace.wings.view import episodes, figures
 from headrace.wings.view.credit import EpisodeAdvantages
-from headrace.wings.view.outliers import outliers
+from headrace.wings.view.outliers import find_outliers
 from headrace.wings.view.run import OpenRun
 from headrace.wings.view.timeline import timeline
 
@@ -57,7 +57,7 @@ def write_page(run_dir: Path) -> Path:
     clock = RealClock()
     run = OpenRun(run_dir, clock)
     try:
-        made = page(answers_of(run, clock))
+        made = make_page(collect_page_answers(run, clock))
     finally:
         run.close()
     target = run_dir / REPORT_FILE
@@ -72,29 +72,29 @@ def write_page(run_dir: Path) -> Path:
     return target
 
 
-def answers_of(run: OpenRun, clock: Clock) -> Answers:
+def collect_page_answers(run: OpenRun, clock: Clock) -> Answers:
     """Return the answers to all requests of the pages, by path below ``/api``, for a single run, whose number is 0.
     ``clock`` limits the time of slow answers."""
     metrics = figures.metrics(run)
     answers: Answers = {
         "overview": figures.overview(run),
         "metrics": metrics,
-        "series": figures.columns(run, [row["name"] for row in metrics], POINTS),
+        "series": figures.read_columns(run, [row["name"] for row in metrics], POINTS),
         "flow": figures.flow(run),
         "system": figures.system(run),
-        "timeline": _windows(run),
+        "timeline": _make_windows(run),
     }
     try:
         last = run.steps[-1].step if run.steps else 0
-        answers[f"outliers/{last}"] = outliers(run, clock, last)
-        answers |= _episodes(run)
+        answers[f"outliers/{last}"] = find_outliers(run, clock, last)
+        answers |= _collect_episodes(run)
     except HeadraceError as error:
         answers["episodes"] = {"problem": f"{error.problem}; {error.remedy}"}
     listed = [{"name": run.name, "directory": str(run.directory), **run.state()}]
     return {"runs": listed} | {f"runs/0/{path}": answer for path, answer in answers.items()}
 
 
-def _windows(run: OpenRun) -> list[dict[str, Any]]:
+def _make_windows(run: OpenRun) -> list[dict[str, Any]]:
     """Return the answers of the timeline: one for the whole run, and two detailed answers for the parts that its page
     shows first, the end and the middle of the run."""
     whole = timeline(run, "", "", str(STRIP_BINS))
@@ -108,9 +108,9 @@ def _windows(run: OpenRun) -> list[dict[str, Any]]:
     return [whole, *(timeline(run, str(start), str(end), str(STRIP_BINS)) for start, end in windows)]
 
 
-def _episodes(run: OpenRun) -> Answers:
-    """Return the answers about the latest episodes, by path: the list, and each episode with its tokens, with at most
-    :data:`EPISODE_BYTES` of episodes in total."""
+def _collect_episodes(run: OpenRun) -> Answers:
+    """Return the answers about the latest episodes of ``run``, by path: the list, and each episode with its tokens,
+    with at most :data:`EPISODE_BYTES` of episodes in total."""
     listed = episodes.list_episodes(run, {})
     answers: Answers = {"episodes": listed}
     advantages = EpisodeAdvantages()
@@ -122,7 +122,7 @@ def _episodes(run: OpenRun) -> Answers:
         one = {f"episodes/{key}": episodes.read_episode(run, advantages, key)}
         for turn in one[f"episodes/{key}"]["turns"]:
             for first in range(0, turn["tokens"], TOKENS):
-                window = episodes.window(run, advantages, key, turn["index"], (first, TOKENS))
+                window = episodes.read_window(run, advantages, key, turn["index"], (first, TOKENS))
                 one[f"episodes/{key}/turns/{turn['index']}?from={first}&count={TOKENS}"] = window
         left -= len(msgspec.json.encode(one))
         if left < 0:
@@ -133,12 +133,12 @@ def _episodes(run: OpenRun) -> Answers:
     return answers
 
 
-def page(answers: Answers) -> bytes:
+def make_page(answers: Answers) -> bytes:
     """Return the complete HTML document of the dashboard, in UTF-8, with ``answers``, styles and script embedded in
     it."""
     static = files("headrace.wings.view") / "static"
     mark = base64.b64encode((static / "mark.svg").read_bytes()).decode("ascii")
-    script = bundle({path: (static / "js" / path).read_text(encoding="utf-8") for path in _modules()}, "main.js")
+    script = bundle({path: (static / "js" / path).read_text(encoding="utf-8") for path in _list_modules()}, "main.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     document = (static / "index.html").read_text(encoding="utf-8")
@@ -147,13 +147,13 @@ def page(answers: Answers) -> bytes:
     head, script_tag, rest = document.partition('<script type="module" src="/static/js/main.js"></script>')
     assert script_tag
     name, verdict = answers["runs"][0]["name"], answers["runs/0/overview"]["verdict"]
-    head = head.replace("<title>headrace</title>", f"<title>{_escaped(name)} · headrace</title>")
-    rest = rest.replace("</noscript>", f"<p>{_escaped(name)}: {_escaped(verdict)}</p></noscript>")
+    head = head.replace("<title>headrace</title>", f"<title>{_escape(name)} · headrace</title>")
+    rest = rest.replace("</noscript>", f"<p>{_escape(name)}: {_escape(verdict)}</p></noscript>")
     rest, ending = rest.rsplit("</body>", 1)
     parts = (
         head.replace("<meta charset", f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<meta charset'),
         "<style>\n" + "".join(styles) + "</style>\n" + rest,
-        '<script type="application/json" id="answers">' + _json(answers) + "</script>\n",
+        '<script type="application/json" id="answers">' + _encode_json(answers) + "</script>\n",
         f'<script type="module">{script}</script>\n</body>' + ending,
     )
     return "".join(parts).encode()
@@ -165,18 +165,18 @@ _UNSAFE = re.compile("[<\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u206f\u
 file."""
 
 
-def _json(answers: Answers) -> str:
+def _encode_json(answers: Answers) -> str:
     """Return ``answers`` as JSON in which characters that are unsafe within an HTML file are escaped."""
     text = msgspec.json.encode(answers).decode("utf-8")
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Escape a text for HTML. Control characters are made visible, and the text is cut to 4000 characters."""
     return html.escape(visible(text, 4000), quote=True)
 
 
-def _modules() -> list[str]:
+def _list_modules() -> list[str]:
     """Return the paths of all ES modules of the page, relative to their folder."""
     root = files("headrace.wings.view") / "static" / "js"
     below = [f"{folder.name}/{each.name}" for folder in root.iterdir() if folder.is_dir() for each in folder.iterdir()]
@@ -214,16 +214,16 @@ def bundle(modules: dict[str, str], main: str) -> str:
             if other not in done:
                 write(other)
             names = found[2] or f"{{{found[3].replace(' as ', ': ')}}}"
-            code = code.replace(found[0], f"const {names} = {_name(other)};\n")
+            code = code.replace(found[0], f"const {names} = {_name_exports(other)};\n")
         exported = ", ".join(found[2] for found in _EXPORT.finditer(code))
         code = _EXPORT.sub(r"\1", code)
-        whole = f"const {_name(path)} = (() => {{\n{code}return {{ {exported} }};\n}})();\n"
+        whole = f"const {_name_exports(path)} = (() => {{\n{code}return {{ {exported} }};\n}})();\n"
         written.append(code if path == main else whole)
 
     write(main)
     return "".join(written)
 
 
-def _name(path: str) -> str:
+def _name_exports(path: str) -> str:
     """Return the name of the variable for the exports of a module in the script."""
     return "$" + re.sub(r"\W", "_", path.removesuffix(".js"))

@@ -35,7 +35,7 @@ ELSEWHERE = ("ledger", "age_histogram", "warnings", "verdict", "account")
 """Keys of a summary that the system page omits, because other pages show them."""
 
 
-OF_TRAINING = (
+TRAINING_FIGURES = (
     "generated_tok_s",
     "trained_tok_s",
     "engine_idle_frac",
@@ -56,10 +56,10 @@ def overview(run: OpenRun) -> dict[str, Any]:
         **state,
         "name": run.name,
         "directory": str(run.directory),
-        "verdict": _verdict(run, living),
+        "verdict": _read_verdict(run, living),
         "notes": run.notes(),
-        "warnings": _texts(live.get("warnings") or run.summary.tree.get("warnings")),
-        "figures": _figures(run, living),
+        "warnings": _as_texts(live.get("warnings") or run.summary.tree.get("warnings")),
+        "figures": _read_figures(run, living),
         "evaluations": run.evaluations,
         "about": run.about,
         "eta_s": live.get("eta_s"),
@@ -70,35 +70,37 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
-    """Return columns over the steps: ``step`` (the version that the step made), ``wall_s``, and the metric of each of
-    ``names``; ``None`` where a value was not measured. ``first_s`` is the time at which the first step began, and
-    ``lives`` has the first version of every life after a resumption. Wall time and generated tokens continue from one
-    life to the next. Raises :class:`~headrace.base.errors.DataError` for more than :data:`MOST_SERIES` names."""
+    """Return columns over the steps of ``run``: ``step`` (the version that the step made), ``wall_s``, and the metric
+    of each of ``names``; ``None`` where a value was not measured. ``first_s`` is the time at which the first step
+    began, and ``lives`` has the first version of every life after a resumption. Wall time and generated tokens continue
+    from one life to the next. Raises :class:`~headrace.base.errors.DataError` for more than :data:`MOST_SERIES`
+    names."""
     if len(names) > MOST_SERIES:
-        raise DataError(f"{len(names)} series are asked for", remedy=f"ask for {MOST_SERIES} at most")
-    return columns(run, names, MOST_POINTS)
+        raise DataError(f"{len(names)} series are requested", remedy=f"request {MOST_SERIES} at most")
+    return read_columns(run, names, MOST_POINTS)
 
 
-def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
-    """Return the same columns as :func:`series`, for any number of names, with at most ``most`` points each."""
+def read_columns(run: OpenRun, names: Sequence[str], limit: int) -> dict[str, Any]:
+    """Return the same columns of ``run`` as :func:`series`, for any number of ``names``, with at most ``limit`` points
+    each."""
     recorded_lives = split_into_lives(run.steps)
-    steps = _thinned([step for life in _continued(recorded_lives) for step in life], most)
+    steps = _thin_out([step for life in _join_lives(recorded_lives) for step in life], limit)
     rows = [flatten_metrics(step) for step in steps]
     return {
         "step": [step.version for step in steps],
         "wall_s": [step.wall_s for step in steps],
-        "first_s": _began_s(steps[0]) if steps else 0.0,
+        "first_s": _compute_begin_s(steps[0]) if steps else 0.0,
         "lives": [life[0].version for life in recorded_lives[1:]],
         "columns": {name: [row.get(name) for row in rows] for name in names},
     }
 
 
-def _continued(recorded_lives: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
+def _join_lives(recorded_lives: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
     """Yield the steps of each life of a run, with wall time and generated tokens that continue where the previous life
     ended. ``recorded_lives`` has the recorded steps of each life, in which both begin at 0."""
     wall_s, tokens = 0.0, 0
     for place, life in enumerate(recorded_lives):
-        later_s = wall_s - _began_s(life[0]) if place else 0.0
+        later_s = wall_s - _compute_begin_s(life[0]) if place else 0.0
         moved = [
             msgspec.structs.replace(step, wall_s=step.wall_s + later_s, generated_tokens=step.generated_tokens + tokens)
             for step in life
@@ -107,16 +109,16 @@ def _continued(recorded_lives: Sequence[Sequence[StepRecord]]) -> Iterator[list[
         yield moved
 
 
-def _began_s(step: StepRecord) -> float:
+def _compute_begin_s(step: StepRecord) -> float:
     """Return the time at which the wait for the batch of a step began, in seconds since the start of its life."""
     return step.wall_s - step.seconds - step.wait_s
 
 
 def metrics(run: OpenRun) -> list[dict[str, Any]]:
-    """Return name, unit, description and latest value of every metric of the steps. Registered metrics come first, in
-    the order of the registry."""
+    """Return name, unit, description and latest value of every metric of the steps of ``run``. Registered metrics come
+    first, in the order of the registry."""
     latest: dict[str, float | None] = {}
-    for step in _thinned(run.steps, 200):
+    for step in _thin_out(run.steps, 200):
         latest.update({name: value for name, value in flatten_metrics(step).items() if value is not None})
     rows = {name: found[0] for name in latest if (found := find(name)) is not None}
     order = {row.name: place for place, row in enumerate(REGISTRY)}
@@ -133,26 +135,27 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def flow(run: OpenRun) -> dict[str, Any]:
-    """Return the answer to the flow page: the fates of all submitted groups, episodes and tokens, and the ages of the
-    trained tokens, in total and by step. If the ledger cannot be read, the fates are taken from the summary."""
+    """Return the answer to the flow page of ``run``: the fates of all submitted groups, episodes and tokens, and the
+    ages of the trained tokens, in total and by step. If the ledger cannot be read, the fates are taken from the
+    summary."""
     steps = run.steps
     before: list[StepRecord | None] = [None, *steps]
     recent = list(zip(before[:-1], steps, strict=True))[-RECENT_STEPS:]
     answer: dict[str, Any] = {
         "max_age": run.setting("flow", "max_age"),
         "ages": {str(age): tokens for age, tokens in age_histogram(step.ages for step in steps).items()},
-        "by_step": [_of_step(earlier, step) for earlier, step in recent],
+        "by_step": [_encode_step(earlier, step) for earlier, step in recent],
         "policy": run.config.section("flow").get("policy"),
         "ledger_problem": "",
     }
     try:
         browser = run.browser()
-        answer["fates"] = run.cached("fates", lambda: _fates(browser.conservation()))
-        answer["survivors"] = run.cached("survivors", lambda: _survivors(browser))
+        answer["fates"] = run.cached("fates", lambda: _count_fates(browser.conservation()))
+        answer["survivors"] = run.cached("survivors", lambda: _compare_survivors(browser))
         answer["running"] = browser.num_running()
     except HeadraceError as error:
         answer["ledger_problem"] = f"{error.problem}; {error.remedy}"
-        answer["fates"] = _fates_of_summary(run.summary.section("ledger"))
+        answer["fates"] = _read_summary_fates(run.summary.section("ledger"))
     return answer
 
 
@@ -164,9 +167,11 @@ def system(run: OpenRun) -> dict[str, Any]:
     parts = [part for part in status.get("components") or [] if isinstance(part, dict)]
     return {
         **state,
-        "components": [{**part, **(_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts],
+        "components": [
+            {**part, **(_measure_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts
+        ],
         "parts": run.parts.tree,
-        "waits": _texts(status.get("waits")),
+        "waits": _as_texts(status.get("waits")),
         "config": run.config.tree,
         "summary": {name: value for name, value in run.summary.tree.items() if name not in ELSEWHERE},
         "machine": {
@@ -187,7 +192,7 @@ def _is_here(part: dict[str, Any]) -> bool:
 def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
     """Return the answer to the page that compares runs: the state, verdict and figures of each, and the settings in
     which they differ."""
-    settings = [_leaves(run.config.tree) for run in runs]
+    settings = [_flatten(run.config.tree) for run in runs]
     names = sorted({name for tree in settings for name in tree})
     differing = [name for name in names if len({str(tree.get(name)) for tree in settings}) > 1]
     return {
@@ -196,8 +201,8 @@ def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
                 **run.state(),
                 "name": run.name,
                 "directory": str(run.directory),
-                "verdict": _verdict(run, living=False),
-                "figures": _figures(run, run.state()["state"] in LIVING),
+                "verdict": _read_verdict(run, living=False),
+                "figures": _read_figures(run, run.state()["state"] in LIVING),
             }
             for run in runs
         ],
@@ -205,20 +210,20 @@ def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
     }
 
 
-def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
+def _read_figures(run: OpenRun, living: bool) -> dict[str, Any]:
     """Return the figures of a run by name. If the run has ended, they are taken from its summary. Otherwise
     (``living``, or killed without a summary) they are computed from its steps and its latest account, the record of how
     its time was spent."""
     steps = run.steps
     from_steps = summarize_steps(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
-        unknown = dict.fromkeys(OF_TRAINING) if run.summary.tree.get("tokens_trained") == 0 else {}
+        unknown = dict.fromkeys(TRAINING_FIGURES) if run.summary.tree.get("tokens_trained") == 0 else {}
         return {**from_steps, **run.summary.tree, **unknown}
     account = find_recorded_account(run.live.tree)
     return from_steps if account is None else {**from_steps, **account.figures()}
 
 
-def _verdict(run: OpenRun, living: bool) -> str:
+def _read_verdict(run: OpenRun, living: bool) -> str:
     """Return the verdict of a run, a text about what limits its speed. It is the run's latest verdict or, for a run
     that was killed before it wrote a verdict, computed from the run's trace. Return an empty text if there is no
     verdict. ``living`` is true if the run is running."""
@@ -229,7 +234,7 @@ def _verdict(run: OpenRun, living: bool) -> str:
     return run.cached(f"verdict after {len(run.steps)}", lambda: load_run(run.directory).verdict)
 
 
-def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
+def _encode_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
     """Return the JSON of one step for the flow page: the ages of its tokens, the queue at its end, and the groups that
     were dropped since the previous step, ``earlier`` (``None`` for the first step)."""
     before = {} if earlier is None else earlier.dropped_groups
@@ -243,17 +248,21 @@ def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
     }
 
 
-def _survivors(browser: Browser) -> dict[str, Any] | None:
+def _compare_survivors(browser: Browser) -> dict[str, Any] | None:
     """Return a comparison of the lengths of trained episodes with the lengths of all decided episodes, and whether the
     trained episodes are a biased selection; ``None`` if nothing has been trained."""
     bias = survivors(browser.lengths())
     return None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased}
 
 
-def _fates(found: Conservation) -> dict[str, Any]:
+def _count_fates(conservation: Conservation) -> dict[str, Any]:
     """Return, for groups, episodes and tokens, the number submitted and the numbers by fate. ``balance`` is the number
     without a fate, which is 0 in a consistent ledger."""
-    units: dict[str, UnitCounts] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
+    units: dict[str, UnitCounts] = {
+        "groups": conservation.groups,
+        "episodes": conservation.episodes,
+        "tokens": conservation.tokens,
+    }
     return {
         name: {
             "submitted": fates.submitted,
@@ -266,8 +275,8 @@ def _fates(found: Conservation) -> dict[str, Any]:
     }
 
 
-def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the fates in the format of :func:`_fates`, from the section ``ledger`` of a summary. ``balance`` is
+def _read_summary_fates(recorded: dict[str, Any]) -> dict[str, Any]:
+    """Return the fates in the format of :func:`_count_fates`, from the section ``ledger`` of a summary. ``balance`` is
     ``None`` if a number is missing."""
     fates = {}
     for name, counts in recorded.items():
@@ -281,7 +290,7 @@ def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
     return fates
 
 
-def _usage(pid: object) -> dict[str, Any]:
+def _measure_usage(pid: object) -> dict[str, Any]:
     """Return the memory, processor time and number of threads of the process ``pid``; empty if the process has ended or
     ``pid`` is not a number."""
     if not isinstance(pid, int):
@@ -299,31 +308,31 @@ def _usage(pid: object) -> dict[str, Any]:
         return {}
 
 
-def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepRecord]:
-    """Return at most ``most`` of the steps, evenly spaced, including the first and the last step."""
-    if len(steps) <= most:
+def _thin_out(steps: Sequence[StepRecord], limit: int = MOST_POINTS) -> list[StepRecord]:
+    """Return at most ``limit`` of the steps, evenly spaced, including the first and the last step."""
+    if len(steps) <= limit:
         return list(steps)
-    places = sorted({round(index * (len(steps) - 1) / (most - 1)) for index in range(most)})
+    places = sorted({round(index * (len(steps) - 1) / (limit - 1)) for index in range(limit)})
     return [steps[place] for place in places]
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a nested dictionary: return its values by dotted name, such as ``flow.max_age``. ``prefix`` is prepended
     to every name."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            found.update(_leaves(value, f"{prefix}{name}."))
+            found.update(_flatten(value, f"{prefix}{name}."))
         else:
             found[prefix + name] = value
     return found
 
 
-def _texts(value: object) -> list[str]:
+def _as_texts(value: object) -> list[str]:
     """Return the elements of ``value``, read from a file of a run, as texts; empty if it is not a list."""
-    return [str(each) for each in _listed(value)]
+    return [str(each) for each in _as_list(value)]
 
 
-def _listed(value: object) -> Iterable[Any]:
+def _as_list(value: object) -> Iterable[Any]:
     """Return ``value`` if it is a list or a tuple, and an empty tuple otherwise."""
     return value if isinstance(value, list | tuple) else ()

@@ -29,11 +29,14 @@ class Tail(Generic[R]):
     """
 
     def __init__(self, path: Path, kind: type[R]) -> None:
-        """Follow the file ``path``, whose lines are records of the type ``kind``; the file may not exist yet."""
+        """Create a reader of the file ``path``, whose lines are records of the type ``kind``; the file may not exist
+        yet."""
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
+        """The decoder of one record."""
         self._kind = kind
         self._at = 0
+        """Position in the file, in bytes, up to which it was read."""
         self.restarted = False
         """Whether the file was shorter at the last call than before, so that it was read from its beginning."""
         self.problem = ""
@@ -68,9 +71,9 @@ class Tail(Generic[R]):
         try:
             return self._decoder.decode_lines(lines)
         except (msgspec.DecodeError, UnicodeDecodeError):
-            return [record for line in lines.splitlines() if line.strip() for record in self._one(line)]
+            return [record for line in lines.splitlines() if line.strip() for record in self._decode_line(line)]
 
-    def _one(self, line: bytes) -> list[R]:
+    def _decode_line(self, line: bytes) -> list[R]:
         """Return the record of a line as a list; an empty list, with a note in :attr:`problem`, if the line is
         damaged."""
         try:
@@ -95,10 +98,12 @@ class JsonFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Follow the file ``path``, which may not exist yet."""
+        """Create a reader of the file ``path``, which may not exist yet."""
         self._path = path
         self._stamp: tuple[int, int] | None = None
+        """The value of :attr:`stamp` when the file was read last."""
         self._tree: dict[str, Any] = {}
+        """The object as it was read last."""
         self.problem = ""
         """The reason why the file cannot be read; empty if it can be read, or does not exist."""
 

@@ -123,9 +123,12 @@ class LaneIndex:
         """Create an empty index. ``resets`` is the number of times that the clock of the run's steps went back; at most
         as many clock resets are recognised among the spans."""
         self._kinds: dict[tuple[str, str], _Kind] = {}
+        """The spans of each lane and name."""
         self._busy_union: dict[str, tuple[Column, Column]] = {}
+        """Starts and ends of the intervals in which each lane worked; a lane is removed when it gets spans."""
         self._resets = resets
         self._newest_s = -np.inf
+        """Latest end of a span so far."""
         self.moved_s = [0.0]
         """Number of seconds by which the spans of each clock are shifted; 0 for the first clock."""
 
@@ -166,7 +169,11 @@ class LaneIndex:
     def busy(self, lane: str, within: tuple[float, float]) -> float:
         """Return the fraction of the time ``within`` (start and end) in which the lane worked, waiting excluded; 0 if
         ``within`` is empty."""
-        return float(fill_fractions(self._busy_of(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
+        return (
+            float(fill_fractions(self._find_busy_intervals(lane), np.array(within))[0])
+            if within[0] < within[1]
+            else 0.0
+        )
 
     def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
         """Return the number of seconds that the lane worked in all intervals of ``pieces`` together."""
@@ -182,7 +189,7 @@ class LaneIndex:
         """Return the JSON object of one lane for :meth:`window`."""
         within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
-        inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
+        inside = {name: _find_overlapping(self._kinds[lane, name], within) for name in names}
         few = sum(len(places) for places in inside.values()) <= MOST_SPANS
         parts = [self._part(lane, name, inside[name], few, edges_B) for name in names if len(inside[name])]
         return {"lane": lane, "parts": parts}
@@ -203,23 +210,23 @@ class LaneIndex:
             part["bins"] = np.round(fill_fractions(kind.union(), edges_B), 3).tolist()
         return part
 
-    def _busy_of(self, lane: str) -> tuple[Column, Column]:
+    def _find_busy_intervals(self, lane: str) -> tuple[Column, Column]:
         """Return the starts and ends of the disjoint intervals in which a lane worked, waiting excluded."""
         if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]
-            starts, ends = _concatenated([part[0] for part in parts]), _concatenated([part[1] for part in parts])
+            starts, ends = _concatenate([part[0] for part in parts]), _concatenate([part[1] for part in parts])
             order = np.argsort(starts, kind="stable")
             self._busy_union[lane] = merge_intervals(starts[order], ends[order])
         return self._busy_union[lane]
 
 
-def _overlapping(kind: _Kind, within: tuple[float, float]) -> Places:
+def _find_overlapping(kind: _Kind, within: tuple[float, float]) -> Places:
     """Return the indices, in the order of starts, of the spans of ``kind`` that overlap the window ``within``."""
     starts_S, ends_S, _ = kind.sorted()
     until = int(np.searchsorted(starts_S, within[1]))
     return np.flatnonzero(ends_S[:until] > within[0])
 
 
-def _concatenated(columns: Sequence[Column]) -> Column:
+def _concatenate(columns: Sequence[Column]) -> Column:
     """Concatenate ``columns``; return an empty column for an empty sequence."""
     return np.concatenate(columns) if columns else np.zeros(0)

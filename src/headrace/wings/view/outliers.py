@@ -22,7 +22,7 @@ from headrace.wings.view.run import OpenRun
 
 MOST = 20
 """Number of tokens that are returned."""
-OF_ONE_TURN = 5
+MOST_PER_TURN = 5
 """Largest number of candidates from one turn."""
 LOOK_S = 1.0
 """Longest time in seconds that one request reads. A larger step is read in part, and the answer has the number of read
@@ -31,10 +31,10 @@ MOST_EPISODES = 20_000
 """Largest number of episodes of one step that are considered."""
 
 
-def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
-    """Return the outlier tokens of ``step``, the worst first: the tokens with the greatest |log π − log μ| (learner
-    minus engine) or, if the learner's log-probabilities were not recorded, with the smallest log μ. The field
-    ``looked`` is the number of the step's episodes that were read within :data:`LOOK_S`."""
+def find_outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
+    """Return the outlier tokens of ``step`` of ``run``, the worst first: the tokens with the largest |log π − log μ|
+    (learner minus engine) or, if the learner's log-probabilities were not recorded, with the smallest log μ. The field
+    ``looked`` is the number of the step's episodes that were read within :data:`LOOK_S` on ``clock``."""
     rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     scored = [row for row in rows if row.status == "scored"]
     until_s = clock.now() + LOOK_S
@@ -48,19 +48,19 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
         episodes_read += 1
         if episode is not None:
             gaps = None if learned is None else learned.gaps(episode)
-            found = heapq.nsmallest(MOST, [*found, *_candidates(episode, row, gaps)], key=lambda each: each[:2])
-    tokens = [_with_text(run, detail) for _, _, detail in found]
+            found = heapq.nsmallest(MOST, [*found, *_find_candidates(episode, row, gaps)], key=lambda each: each[:2])
+    tokens = [_add_text(run, detail) for _, _, detail in found]
     by = "logprob" if learned is None else "gap"
     return {"step": step, "by": by, "tokens": tokens, "looked": episodes_read, "episodes": len(scored)}
 
 
-def _candidates(
+def _find_candidates(
     episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
-    """Return up to :data:`OF_ONE_TURN` outlier tokens of each turn of an episode: the tokens with the largest
-    difference in ``gaps`` (log π − log μ by the index of the turn) or, if ``gaps`` is ``None``, the least likely
-    tokens. Each entry has a rank (smaller is worse), the token's place, by which equal ranks are ordered, and its JSON
-    for the page."""
+    """Return up to :data:`MOST_PER_TURN` outlier tokens of each turn of an ``episode`` with the record ``row``: the
+    tokens with the largest difference in ``gaps`` (log π − log μ by the index of the turn) or, if ``gaps`` is ``None``,
+    the least likely tokens. Each entry has a rank (smaller is worse), the token's place, by which equal ranks are
+    ordered, and its JSON for the page."""
     found = []
     for index, turn in enumerate(episode.turns):
         tokens = turn.tokens
@@ -72,7 +72,7 @@ def _candidates(
             continue
         rank_T = tokens.logprobs_T if gaps_T is None else -np.abs(gaps_T)
         places = np.flatnonzero(usable_T & np.isfinite(rank_T))
-        least = places[np.argsort(rank_T[places], kind="stable")[:OF_ONE_TURN]]
+        least = places[np.argsort(rank_T[places], kind="stable")[:MOST_PER_TURN]]
         for place in least.tolist():
             version = int(oldest(tokens.versions_T[place : place + 1])[0])
             detail = {
@@ -91,7 +91,7 @@ def _candidates(
     return found
 
 
-def _with_text(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
+def _add_text(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a token for the page, with its text and the text before it in place of ids."""
     before = detail.pop("before")
     words = run.words.pieces([*before, detail["id"]])

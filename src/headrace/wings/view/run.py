@@ -52,21 +52,31 @@ class OpenRun:
         self.directory = directory
         self._clock = clock
         self._lock = threading.RLock()
+        """Held while files are read, since any thread may call the methods."""
         self._steps: list[StepRecord] = []
+        """The records of the steps so far."""
         self._events: list[Event] = []
+        """The latest events."""
         self._evaluated: list[Event] = []
         """The events of the whole run that report an evaluation."""
         self._lanes, self._resets = LaneIndex(), 0
+        """The index of the spans, and the number of times that the clock of the steps went back."""
         self._metrics = Tail(directory / METRICS_FILE, StepRecord)
+        """Reader of the steps' lines."""
         self._trace = Tail(directory / TRACE_FILE, Span)
+        """Reader of the spans' lines."""
         self._event_lines = Tail(directory / EVENTS_FILE, Event)
+        """Reader of the events' lines."""
         self.config = JsonFile(directory / CONFIG_FILE)
         self.summary = JsonFile(directory / "summary.json")
         self.status = JsonFile(directory / "status.json")
         self.live = JsonFile(directory / LIVE_FILE)
         self.parts = JsonFile(directory / "parts.json")
         self._cache: dict[str, tuple[float, Any]] = {}
+        """Cached results by key, each with the time at which it is too old."""
         self._browser: tuple[tuple[int, bool], Browser] | None = None
+        """The open reader of the ledger, with the inode of the file and whether it was being written; ``None`` if it is
+        not open."""
         self._latest_status: tuple[float, float] | None = None
         """The time in the latest status, and the time by this process's clock at which the status was first read."""
         self._status_advanced = False
@@ -202,8 +212,8 @@ class OpenRun:
         """Return a value that changes whenever a file of the run changes. The server compares it with the previous
         value to detect changes, of which it notifies the pages."""
         files = (self.summary, self.status, self.live)
-        return (*(_size(self.directory / name) for name in (*_RUN_FILES, EVENTS_FILE)), *(file.stamp for file in files),
-                _size(self.directory / f"{SQLITE_FILE}-wal"))  # fmt: skip
+        names = (*_RUN_FILES, EVENTS_FILE, f"{SQLITE_FILE}-wal")
+        return (*(_get_stamp(self.directory / name) for name in names), *(file.stamp for file in files))
 
     def cached(self, key: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, or a cached result with the same ``key`` that is still fresh. The cache avoids
@@ -288,9 +298,9 @@ def refuse_no_run(directory: Path) -> None:
         )
 
 
-def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
+def find_runs(directories: list[Path], *, limit: int = 32) -> list[Path]:
     """Return the run directories that the user has named: each of ``directories`` if it is a run directory, or else the
-    runs one or two levels below it, the latest first; at most ``most`` in all.
+    runs one or two levels below it, the latest first; at most ``limit`` in all.
 
     Raises :class:`~headrace.base.errors.DataError` if there is no run.
     """
@@ -300,12 +310,12 @@ def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
             refuse_no_run(directory)
             found.append(directory)
             continue
-        below = sorted({*directory.glob("*"), *directory.glob("*/run")}, key=changed_s, reverse=True)
+        below = sorted({*directory.glob("*"), *directory.glob("*/run")}, key=find_change_time, reverse=True)
         runs = [each for each in below if each.is_dir() and _is_run(each)]
         if not runs:
             refuse_no_run(directory)
         found += runs
-    return list(dict.fromkeys(path.resolve() for path in found))[:most]
+    return list(dict.fromkeys(path.resolve() for path in found))[:limit]
 
 
 def _is_run(directory: Path) -> bool:
@@ -313,14 +323,14 @@ def _is_run(directory: Path) -> bool:
     return any((directory / name).exists() for name in _RUN_FILES)
 
 
-def changed_s(directory: Path) -> float:
+def find_change_time(directory: Path) -> float:
     """Return the time at which the run in ``directory`` last wrote a file, in seconds since 1970; 0 if there are no
     files of a run."""
-    newest = [_mtime(directory / name) for name in _RUN_FILES]
+    newest = [_get_change_time(directory / name) for name in _RUN_FILES]
     return max(newest, default=0.0)
 
 
-def _mtime(path: Path) -> float:
+def _get_change_time(path: Path) -> float:
     """Return the time at which a file was changed, in seconds since 1970; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
@@ -328,7 +338,7 @@ def _mtime(path: Path) -> float:
         return 0.0
 
 
-def _size(path: Path) -> tuple[int, int] | None:
+def _get_stamp(path: Path) -> tuple[int, int] | None:
     """Return a file's size in bytes and the time of its last change in nanoseconds; ``None`` if it does not exist."""
     try:
         found = os.stat(path)

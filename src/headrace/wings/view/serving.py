@@ -20,7 +20,7 @@ from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket
 from headrace.wings.view.auth import ViewAuth
 
 
-class AppOf(Protocol):
+class AppFactory(Protocol):
     """A function that returns the application to serve, such as the dashboard of runs, for a token that is chosen when
     the server starts."""
 
@@ -30,8 +30,8 @@ class AppOf(Protocol):
         ...
 
 
-def serve(app_of: AppOf, config: ViewConfig, *, report: Callable[[str], None]) -> None:
-    """Serve the dashboard that ``app_of`` returns until Ctrl-C or SIGTERM; ``report`` is called with the address to
+def serve(make_app: AppFactory, config: ViewConfig, *, report: Callable[[str], None]) -> None:
+    """Serve the dashboard that ``make_app`` returns until Ctrl-C or SIGTERM; ``report`` is called with the address to
     open, which includes the token.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or the certificate cannot be used.
@@ -40,15 +40,16 @@ def serve(app_of: AppOf, config: ViewConfig, *, report: Callable[[str], None]) -
     if config.tls_certificate:
         server_context(config.tls_certificate, config.tls_key)
     with bind(config) as listening:
-        server = make_server(app_of, config)
-        report(address(listening, config))
+        server = make_server(make_app, config)
+        report(make_url(listening, config))
         server.run(sockets=[listening])
 
 
-def make_server(app_of: AppOf, config: ViewConfig) -> HttpServer:
-    """Return the HTTP server of the application that ``app_of`` returns; Ctrl-C ends it."""
+def make_server(make_app: AppFactory, config: ViewConfig) -> HttpServer:
+    """Return the HTTP server of the application that ``make_app`` returns, with the settings ``config``; Ctrl-C ends
+    it."""
     limits = ShellLimits(tls_certificate=config.tls_certificate, tls_key=config.tls_key)
-    app = app_of(token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate))
+    app = make_app(token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate))
     server = HttpServer(app, limits, own_logging=True, takes_signals=True)
     return server
 
@@ -66,7 +67,7 @@ def open_browser(url: str, report: Callable[[str], None], directory: Path) -> th
         found: webbrowser.BaseBrowser | None = None
         with suppress(webbrowser.Error):
             found = webbrowser.get()
-        if found is None or _in_terminal(found):
+        if found is None or _is_in_terminal(found):
             report("no browser was found: open the address yourself; over ssh: ssh -L PORT:127.0.0.1:PORT HOST")
             return
         found.open(page.as_uri())
@@ -76,10 +77,10 @@ def open_browser(url: str, report: Callable[[str], None], directory: Path) -> th
     return thread
 
 
-def _in_terminal(found: webbrowser.BaseBrowser) -> bool:
+def _is_in_terminal(browser: webbrowser.BaseBrowser) -> bool:
     """Return whether a browser displays its pages in this terminal. Such browsers cannot show the dashboard, because
     they run no scripts."""
-    return isinstance(found, webbrowser.GenericBrowser) and not isinstance(found, webbrowser.BackgroundBrowser)
+    return isinstance(browser, webbrowser.GenericBrowser) and not isinstance(browser, webbrowser.BackgroundBrowser)
 
 
 def bind(config: ViewConfig) -> socket.socket:
@@ -95,9 +96,9 @@ def bind(config: ViewConfig) -> socket.socket:
     )
 
 
-def address(listening: socket.socket, config: ViewConfig) -> str:
-    """Return the URL to open in a browser, with the token, for the socket ``listening``. If the server listens on all
-    addresses of this machine, the URL has the machine's host name."""
+def make_url(listening: socket.socket, config: ViewConfig) -> str:
+    """Return the URL to open in a browser, with the token in ``config``, for the socket ``listening``. If the server
+    listens on all addresses of this machine, the URL has the machine's host name."""
     port = listening.getsockname()[1]
     named = config.host if config.host not in ("0.0.0.0", "::") else socket.gethostname()
     host = f"[{named}]" if ":" in named else named

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from headrace.base.clock import Clock
 from headrace.wings.tinker.records import ServerRecords
-from headrace.wings.view.app import application, json_response
+from headrace.wings.view.app import json_response, make_application
 from headrace.wings.view.auth import ViewAuth
 from headrace.wings.view.text import DirectoryTokenizer
 
@@ -30,8 +30,9 @@ def make_tenants_app(
 ) -> ViewAuth:
     """Return the ASGI application that serves the page about a server, with its JSON API. ``records`` reads the state
     of the server, and ``clock`` provides the current time. Every request must have ``token``; ``secure`` is true if the
-    application is served over TLS only. ``ending``, an argument of every :class:`headrace.wings.view.serving.AppOf`, is
-    not used, because the application has no event streams to end."""
+    application is served over TLS only. ``ending``, an argument of every
+    :class:`headrace.wings.view.serving.AppFactory`, is not used, because the application has no event streams to
+    end."""
     texts = _Texts(records)
 
     def tenants(_: Request) -> Response:
@@ -43,7 +44,7 @@ def make_tenants_app(
     def sample(request: Request) -> Response:
         """Answer with the sampled sequence whose number is in the path, its tokens as pieces of text."""
         found = records.sample(request.path_params["number"])
-        pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
+        pieces = texts.decode(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
         return json_response({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
@@ -53,14 +54,14 @@ def make_tenants_app(
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
         data = records.last_training_data(model)
-        return json_response([{**datum, "pieces": texts.of(base, _first(datum["targets"]))} for datum in data])
+        return json_response([{**datum, "pieces": texts.decode(base, _take_first(datum["targets"]))} for datum in data])
 
     answers = [
         Route("/api/tenants", tenants),
         Route("/api/tenants/samples/{number:number}", sample),
         Route("/api/tenants/trained/{model}", trained),
     ]
-    return application(answers, _page, token=token, secure=secure)
+    return make_application(answers, _respond_page, token=token, secure=secure)
 
 
 class _Texts:
@@ -70,21 +71,22 @@ class _Texts:
         """Create a converter; ``records`` has the directory of each base model."""
         self._records = records
         self._tokenizers: dict[str, DirectoryTokenizer] = {}
+        """The loaded tokenizer of each base model, by the name of the base."""
 
-    def of(self, base: str, ids: Sequence[int]) -> list[str]:
+    def decode(self, base: str, ids: Sequence[int]) -> list[str]:
         """Return the text of each of ``ids`` by the tokenizer of the base model named ``base``."""
         if base not in self._tokenizers:
             self._tokenizers[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
         return self._tokenizers[base].pieces(ids)
 
 
-def _first(targets: Sequence[Any]) -> list[int]:
+def _take_first(targets: Sequence[Any]) -> list[int]:
     """Return one target token for each position of a sequence: the first token where a position has a list of
     tokens."""
     return [each[0] if isinstance(each, list) else each for each in targets]
 
 
-def _page(_: Request) -> Response:
+def _respond_page(_: Request) -> Response:
     """Return the HTML page about the server."""
     page = files("headrace.wings.view") / "static" / "tenants.html"
     return Response(page.read_bytes(), media_type="text/html")

@@ -20,9 +20,10 @@ class DirectoryTokenizer:
     """A decoder of token ids with the tokenizer of a model directory, which is loaded at the first use."""
 
     def __init__(self, model_dir: str) -> None:
-        """``model_dir`` is the directory or the hub name of the model; empty if it is unknown."""
+        """Create a decoder. ``model_dir`` is the directory or the hub name of the model; empty if it is unknown."""
         self._model_dir = model_dir
         self._decode: Decode | None = None
+        """The function that decodes token ids; ``None`` before the first use and if it cannot be loaded."""
         self.problem = ""
         """The reason why the tokenizer cannot be loaded; empty if it is loaded or was not needed yet."""
 
@@ -30,7 +31,7 @@ class DirectoryTokenizer:
         """Return the text that each of the tokens ``ids[first:last]`` adds (``last=None``: to the end). The piece of a
         token that has only a part of a character is empty; the token that completes the character has the whole
         character. Without a tokenizer, every piece is the token's id."""
-        decode = self._loaded()
+        decode = self._get_decode()
         last = len(ids) if last is None else last
         if decode is None:
             return [f"⟨{token}⟩" for token in ids[first:last]]
@@ -43,10 +44,10 @@ class DirectoryTokenizer:
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of all ids together; without a tokenizer, the ids themselves."""
-        decode = self._loaded()
+        decode = self._get_decode()
         return " ".join(map(str, ids)) if decode is None else decode(ids)
 
-    def _loaded(self) -> Decode | None:
+    def _get_decode(self) -> Decode | None:
         """Return the decoding function, which is loaded at the first call; ``None`` if it cannot be loaded. In that
         case ``problem`` is set, and later calls do not try again."""
         if self._decode is None and not self.problem:
@@ -61,7 +62,7 @@ def _load(model_dir: str) -> Decode:
     """Return the decoding function for the model in ``model_dir``, with its fast tokenizer if the file
     ``tokenizer.json`` exists. Raises :class:`~headrace.base.errors.ModelError` if no tokenizer can be loaded."""
     if not model_dir:
-        raise ModelError("the settings of this run name no model", remedy="restore its config.json")
+        raise ModelError("the settings of this run have no model", remedy="restore its config.json")
     model_dir = local_directory(model_dir, weights=False, fetch=False)
     file = Path(model_dir) / "tokenizer.json"
     if file.is_file():

@@ -29,7 +29,7 @@ class RunClock:
     lives.
 
     >>> clock = RunClock([(100.0, 110.0), (500.0, 520.0)])
-    >>> clock.of([105.0, 300.0]), clock.length
+    >>> clock.to_running_time([105.0, 300.0]), clock.length
     ([5.0, 10.0], 30.0)
     >>> clock.pieces(5.0, 15.0)
     [(105.0, 110.0), (500.0, 505.0)]
@@ -42,25 +42,28 @@ class RunClock:
         """Running time at the beginning of each life, in seconds."""
         self.length = sum(lengths)
         self._intervals = list(intervals)
+        """The beginning and the end of every life on the spans' clock."""
         self._span_times = np.ravel(intervals)
+        """The beginnings and ends of the lives on the spans' clock, in order."""
         ends = [start + length for start, length in zip(self.starts, lengths, strict=True)]
         self._run_times = np.ravel(np.column_stack([[start + PAUSE_S for start in self.starts], ends]))
+        """The running time at each of these moments."""
         self._run_times[0] = 0.0
 
-    def of(self, moments_s: Sequence[float]) -> list[float]:
+    def to_running_time(self, moments_s: Sequence[float]) -> list[float]:
         """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond. A moment within a
         pause is converted to the end of the life before the pause."""
         found: list[float] = np.round(np.interp(moments_s, self._span_times, self._run_times), 6).tolist()
         return found
 
-    def back(self, run_S: Column) -> Column:
+    def to_span_clock(self, run_S: Column) -> Column:
         """Convert running time in seconds to moments on the spans' clock."""
         moments: Column = np.interp(run_S, self._run_times, self._span_times)
         return moments
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Return the part of the run between two moments of running time as intervals on the spans' clock, at most one
-        for each life."""
+        """Return the part of the run between the running times ``start`` and ``end`` as intervals on the spans' clock,
+        at most one for each life."""
         found = []
         for begins, (first, last) in zip(self.starts, self._intervals, strict=True):
             left, right = max(start, begins), min(end, begins + last - first)
@@ -79,31 +82,31 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
         extent = lanes.extent()
         if extent is None:
             return {"lanes": [], "extent": [0.0, 0.0], "window": [0.0, 0.0], "steps": [], "lives": [], "spans": 0}
-        moved = _on_one_clock(steps, lanes)
+        moved = _align_steps(steps, lanes)
         intervals = [(life[0][0] - life[0][1].seconds - life[0][1].wait_s, life[-1][0]) for life in moved] or [extent]
         intervals[-1] = intervals[-1][0], max(intervals[-1][1], extent[1])
         clock = RunClock(intervals)
-        window = (_moment(start, 0.0), _moment(end, clock.length))
+        window = (_parse_moment(start, 0.0), _parse_moment(end, clock.length))
         if not window[0] < window[1]:
             raise DataError(f"the window from {start!r} to {end!r} is empty", remedy="give two moments that rise")
-        edges_B = np.linspace(*window, min(MOST_BINS, max(10, int(_moment(bins, 600.0)))) + 1)
-        shown = lanes.window(clock.back(edges_B))
+        edges_B = np.linspace(*window, min(MOST_BINS, max(10, int(_parse_moment(bins, 600.0)))) + 1)
+        shown = lanes.window(clock.to_span_clock(edges_B))
         account = find_recorded_account(run.summary.tree) or find_recorded_account(run.live.tree)
         pieces = clock.pieces(*window)
         length = sum(last - first for first, last in pieces) or 1.0
         for lane in shown:
             lane["busy"] = lanes.busy_s(lane["lane"], pieces) / length
-            lane["busy_overall"] = _in_training(account, lane["lane"])
+            lane["busy_overall"] = _get_training_share(account, lane["lane"])
             lane["parts"] = [part for part in lane["parts"] if _convert_spans(part, clock)]
         ended = [each for life in moved for each in life]
-        moments = clock.of([at for at, _ in ended])
+        moments = clock.to_running_time([at for at, _ in ended])
         marks = [{"step": step.version, "at": at} for at, (_, step) in zip(moments, ended, strict=True)]
         inside = [mark for mark in marks if window[0] <= mark["at"] <= window[1]]
         return {
             "lanes": shown,
             "extent": [0.0, clock.length],
             "window": [*window],
-            "steps": _thinned(inside),
+            "steps": _thin_out(inside),
             "lives": [
                 {"step": life[0][1].version, "at": at} for life, at in list(zip(moved, clock.starts, strict=False))[1:]
             ],
@@ -111,14 +114,14 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
         }
 
 
-def _thinned(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _thin_out(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return at most about :data:`MOST_STEPS` of the marks of steps, evenly spaced. The last mark is always included,
     because the page first shows the end of the run."""
     stride = -(-len(marks) // MOST_STEPS) or 1
     return marks[::stride] + (marks[-1:] if (len(marks) - 1) % stride else [])
 
 
-def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tuple[float, StepRecord]]]:
+def _align_steps(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tuple[float, StepRecord]]]:
     """Return the steps of every life, each with the moment of its end on the monotonic clock of ``lanes``."""
     found: list[list[tuple[float, StepRecord]]] = []
     resets, before_s = 0, -np.inf
@@ -130,7 +133,7 @@ def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tu
     return found
 
 
-def _in_training(account: Account | None, lane: str) -> float | None:
+def _get_training_share(account: Account | None, lane: str) -> float | None:
     """Return the fraction of the training phase in which a lane worked, from the account behind the verdict; ``None``
     if the run has no account."""
     return None if account is None else account.to_fraction(account.lanes_s.get(lane, 0.0))
@@ -142,7 +145,7 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
     has."""
     if "spans" not in part:
         return True
-    starts, ends = (clock.of(side) for side in part["spans"])
+    starts, ends = (clock.to_running_time(side) for side in part["spans"])
     momentary = [start == end for start, end in zip(*part["spans"], strict=True)]
     kept = [place for place, end in enumerate(ends) if starts[place] < end or momentary[place]]
     part["spans"] = [[side[place] for place in kept] for side in (starts, ends)]
@@ -152,7 +155,7 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
     return bool(kept)
 
 
-def _moment(text: str, default: float) -> float:
+def _parse_moment(text: str, default: float) -> float:
     """Parse ``text`` as a number of seconds; return ``default`` for an empty text. Raises
     :class:`~headrace.base.errors.DataError` for other text."""
     try:

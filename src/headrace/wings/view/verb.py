@@ -15,7 +15,7 @@ from headrace.run.cli.output import console, readable, starting
 
 if TYPE_CHECKING:
     from headrace.base.clock import Clock
-    from headrace.wings.view.serving import AppOf, ViewConfig
+    from headrace.wings.view.serving import AppFactory, ViewConfig
 
 TOKEN_VARIABLE = "HEADRACE_VIEW_TOKEN"
 
@@ -55,20 +55,23 @@ def view(
     states = [each for each in asked if is_state(each)]
     if states:
         _refuse_others(asked, alone=not live and not export)
-        _tenants(states[0].resolve(), config, clock, browser=not no_browser)
+        _show_tenants(states[0].resolve(), config, clock, browser=not no_browser)
         return
-    _runs(asked, config, clock, live=live, export=export, browser=not no_browser)
+    _show_runs(asked, config, clock, live=live, export=export, browser=not no_browser)
 
 
-def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
-    """Serve the dashboard of the runs in the directories ``asked``; with ``export``, write it into files instead. With
-    ``live``, show only the run that wrote a file last; with ``browser``, open a browser."""
+def _show_runs(
+    directories: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool
+) -> None:
+    """Serve the dashboard of the runs in ``directories``, with the settings ``config`` and the clock ``clock``; with
+    ``export``, write it into files instead. With ``live``, show only the run that wrote a file last; with ``browser``,
+    open a browser."""
     from headrace.wings.view.app import make_app
-    from headrace.wings.view.run import OpenRun, changed_s, find_runs
+    from headrace.wings.view.run import OpenRun, find_change_time, find_runs
 
-    found = find_runs(asked)
+    found = find_runs(directories)
     if live:
-        found = [max(found, key=changed_s)]
+        found = [max(found, key=find_change_time)]
     if export:
         _export(found)
         return
@@ -82,7 +85,7 @@ def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, ex
             run.close()
 
 
-def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) -> None:
+def _show_tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) -> None:
     """Serve the page about the server of the Tinker protocol whose state directory is ``state``."""
     from headrace.wings.tinker.records import ServerRecords
     from headrace.wings.view.tenants import make_tenants_app
@@ -91,18 +94,18 @@ def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) ->
     _serve(partial(make_tenants_app, ServerRecords(state), clock=clock), config, browser=browser)
 
 
-def _refuse_others(asked: list[Path], *, alone: bool) -> None:
+def _refuse_others(directories: list[Path], *, alone: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` unless the state directory of a server was named ``alone``,
     without other directories and without options for runs."""
-    if len(asked) > 1 or not alone:
+    if len(directories) > 1 or not alone:
         raise ConfigError(
             "the state of a headrace tinker has a page of its own", remedy="name it alone, without --live or --export"
         )
 
 
-def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
-    """Serve the application that ``app_of`` returns until Ctrl-C, and print its address; with ``browser``, open it in a
-    browser."""
+def _serve(make_app: AppFactory, config: ViewConfig, *, browser: bool) -> None:
+    """Serve the application that ``make_app`` returns with the settings ``config`` until Ctrl-C, and print its address;
+    with ``browser``, open it in a browser."""
     from headrace.wings.view.serving import open_browser, serve
 
     out = console()
@@ -115,14 +118,14 @@ def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
             if browser:
                 open_browser(url, out.print, Path(private))
 
-        serve(app_of, config, report=report)
+        serve(make_app, config, report=report)
 
 
-def _export(found: list[Path]) -> None:
+def _export(run_dirs: list[Path]) -> None:
     """Write the dashboard of each run into its directory."""
     from headrace.wings.view.export import write_page
 
-    for directory in found:
+    for directory in run_dirs:
         console().print(f"written  {readable(str(write_page(directory)))}")
 
 

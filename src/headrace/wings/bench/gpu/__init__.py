@@ -24,7 +24,14 @@ from headrace.base.errors import ConfigError
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
-from headrace.wings.bench.gpu.files import GpuFile, compare_figures, figures_of, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.files import (
+    GpuFile,
+    compare_figures,
+    make_card_rates,
+    merge_figures,
+    read_file,
+    write_file,
+)
 from headrace.wings.bench.gpu.refusals import model_folder, query_card, refuse_card, refuse_options
 from headrace.wings.bench.gpu.stages import choose_stages
 
@@ -44,11 +51,12 @@ def measure(
     out: str = "",
 ) -> Report:
     """Run the stages in ``stages`` (names separated by commas; empty: all), within ``budget`` seconds, and return their
-    report. The outcomes are also written to the file ``out``, after each stage.
+    report. ``on_progress`` is called with lines of progress. The outcomes are also written to the file ``out``, after
+    each stage.
 
     ``compare`` is such a file of an earlier measurement, ``vllm`` an interpreter that has vLLM, and with ``pretend``
-    the stages run on the claimed device. Raises :class:`~headrace.base.errors.ConfigError` before any stage starts
-    where an option or the GPU cannot be used.
+    the stages run on the claimed device. Raises :class:`~headrace.base.errors.ConfigError` before any stage starts, if
+    an option or the GPU cannot be used.
     """
     clock = RealClock()
     names = choose_stages(stages)
@@ -65,7 +73,7 @@ def measure(
 
         def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
             """Write the file with the outcomes so far."""
-            rates = rates_of(card, outcomes)
+            rates = make_card_rates(card, outcomes)
             content = GpuFile(
                 made=made, pretend=pretend, card=card, budget_s=budget, rates=rates, stages=list(outcomes)
             )  # fmt: skip
@@ -78,7 +86,7 @@ def measure(
 
 
 def _usable_card(stages: Sequence[str]) -> str:
-    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where the machine has no
+    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` if the machine has no
     GPU on which the ``stages`` can run."""
     card = query_card()
     refuse_card(card, stages)
@@ -87,7 +95,7 @@ def _usable_card(stages: Sequence[str]) -> str:
 
 def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
     """Compile the claimed device in ``scratch``, and return a copy of the plan with its program and its environment
-    variables. Raises :class:`~headrace.base.errors.ConfigError` where the device cannot be compiled."""
+    variables. Raises :class:`~headrace.base.errors.ConfigError` if the device cannot be compiled."""
     device = scratch / "claimed"
     device.mkdir()
     done = subprocess.run(
@@ -123,5 +131,5 @@ def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Repo
     broken = [outcome.name for outcome in outcomes if outcome.state in ("failed", "out of time")]
     targets.append(at_most(" ".join(["stages that failed or were killed", *broken]), len(broken), 0, "stages"))
     if before is not None:
-        rows += compare_figures(figures_of(outcomes), figures_of(before.stages))
+        rows += compare_figures(merge_figures(outcomes), merge_figures(before.stages))
     return make_report(rows, targets)

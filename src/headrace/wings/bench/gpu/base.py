@@ -27,7 +27,7 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     """The device of the stage's computations: ``cuda``."""
     pretend: bool
-    """True where the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
+    """True if the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
     directory: str
     """An empty directory for the files of the stage."""
     models: str
@@ -119,32 +119,32 @@ class StageContext:
 
     @property
     def pretend(self) -> bool:
-        """True where the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
+        """True if the device only claims to be a GPU: all sizes are tiny, and figures mean nothing."""
         return self.request.pretend
 
     def left_s(self) -> float:
         """Return the time until the process is killed, in seconds."""
         return self.request.seconds - (self.clock.now() - self.started_s)
 
-    def has_time_for(self, what: str, needs_s: float) -> bool:
-        """Return whether ``needs_s`` seconds are left for the measurement ``what``; if not, record in a row that the
+    def has_time_for(self, name: str, needs_s: float) -> bool:
+        """Return whether ``needs_s`` seconds are left for the measurement ``name``; if not, record in a row that the
         measurement is left out."""
         left_s = self.left_s()
         if left_s < needs_s:
-            self.add_row(what=what, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
+            self.add_row(what=name, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
         return left_s >= needs_s
 
-    def attempt(self, what: str, act: Callable[[], object], *, needs_s: float = 0.0) -> None:
-        """Call ``act``, the measurement ``what``, if ``needs_s`` seconds are left, and free its memory. A measurement
+    def attempt(self, name: str, act: Callable[[], object], *, needs_s: float = 0.0) -> None:
+        """Call ``act``, the measurement ``name``, if ``needs_s`` seconds are left, and free its memory. A measurement
         that raises an error is recorded as a target that does not hold, and the stage continues."""
-        if not self.has_time_for(what, 0.0 if self.pretend else needs_s):
+        if not self.has_time_for(name, 0.0 if self.pretend else needs_s):
             return
         try:
             act()
         except Exception as error:  # noqa: BLE001 - the boundary of a measurement
             traceback.print_exc()
-            self.add_row(what=what, failed=f"{type(error).__name__}: {error}"[:800])
-            self.add_target(at_most(f"{what}: failed", 1, 0, "measurements"))
+            self.add_row(what=name, failed=f"{type(error).__name__}: {error}"[:800])
+            self.add_target(at_most(f"{name}: failed", 1, 0, "measurements"))
         self.release()
 
     def add_row(self, **columns: Any) -> None:
@@ -181,8 +181,8 @@ class StageContext:
 
 
 def read_lines(path: Path) -> list[StageLine]:
-    """Return the lines that a stage has written into the file ``path``; an empty list where there is no file. A torn
-    last line of a killed process is ignored."""
+    """Return the lines that a stage has written into the file ``path``; an empty list if there is no file. A torn last
+    line of a killed process is ignored."""
     if not path.exists():
         return []
     *whole, _ = path.read_bytes().split(b"\n")

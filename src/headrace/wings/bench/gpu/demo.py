@@ -38,7 +38,7 @@ class DemoRun:
 
 def run(stage: StageContext) -> None:
     """Train the demo while its parts are killed, and resume it if a kill ends it; with ``--vllm`` also train it with
-    vLLM as its engine."""
+    vLLM as its engine. ``stage`` records the results."""
     folder = stage.directory / "demo"
     if stage.pretend:
         run_file = lay_out(folder, seed=0)
@@ -63,7 +63,8 @@ def run(stage: StageContext) -> None:
 
 
 async def _run_lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
-    """Run the demo until the learner is killed, resume it, and record the figures of the run."""
+    """Run the demo of ``run_file`` with ``settings`` in ``run_dir`` until the learner is killed, resume it, and record
+    the figures of the run in ``stage``."""
     arguments = [str(run_file), *(word for each in settings for word in ("--set", each)), "--json"]
     seen = DemoRun()
     for life, victims in enumerate((["engine", "learner"], [])):
@@ -84,8 +85,9 @@ async def _run_lives(stage: StageContext, run_file: Path, settings: Sequence[str
 async def _run_life(
     stage: StageContext, arguments: Sequence[str], run_dir: Path, seen: DemoRun, victims: list[str], *, resume: bool
 ) -> None:
-    """Run one life of ``headrace train`` with ``arguments`` until it ends, and add the observations to ``seen``.
-    Meanwhile kill the processes with the roles ``victims``, one after the other."""
+    """Run one life of ``headrace train`` with ``arguments`` until it ends, resumed if ``resume`` is true, and add the
+    observations to ``seen``. Meanwhile kill the processes with the roles ``victims``, one after the other. ``stage`` is
+    the context of the stage, and ``run_dir`` the directory of the run."""
     async with run_training(arguments, resume=resume) as program, asyncio.TaskGroup() as group:
         assert program.stdout is not None
         assert program.stderr is not None

@@ -65,7 +65,7 @@ def run_stages(
     on_progress: Callable[[str], None],
 ) -> list[GpuStageOutcome]:
     """Run all stages of ``plan``, and return the outcome of each. ``flush`` is called after every stage with the
-    outcomes so far, and ``on_progress`` with lines of progress."""
+    outcomes so far, and ``on_progress`` with lines of progress. ``clock`` measures the time."""
     outcomes: list[GpuStageOutcome] = []
     end_s = clock.now() + plan.budget_s
     figures: dict[str, float] = {}
@@ -88,8 +88,8 @@ def run_stages(
 def _run_stage(
     plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str, float], clock: Clock
 ) -> GpuStageOutcome:
-    """Run one stage, kill it after ``limit_s`` seconds, and return its outcome. ``figures`` are the figures of earlier
-    stages."""
+    """Run the stage ``name`` of ``plan``, kill it after ``limit_s`` seconds, and return its outcome. ``figures`` are
+    the figures of earlier stages. ``clock`` measures the duration."""
     kind, directory = plan.kinds[name], plan.directory / name
     directory.mkdir()
     models = plan.directory / "models"

@@ -14,7 +14,7 @@ from headrace.engine.native import NativeEngine
 from headrace.wings.bench.base import at_least
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.engines import Load, decode, floor_s, open_engine
-from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, find_model, write_model
 
 ROOFLINE = 0.6
 """The target fraction of the roofline, for the models of :data:`~.shapes.MEASURED`."""
@@ -32,7 +32,7 @@ class EngineCase:
     needs_s: float
     """The duration of the measurement on a fast GPU, with the creation of the model, in seconds."""
     has_target: bool = False
-    """True where the fraction of the roofline has a target."""
+    """True if the fraction of the roofline has a target."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The fields of the sampling parameters that differ from their defaults."""
 
@@ -60,7 +60,8 @@ TINY = (
 
 def run(stage: StageContext) -> None:
     """Measure all cases for which there is time. The first case, a step of one sequence, also yields the overhead of a
-    step, its time beyond the lower limit, which is a figure of its own for the planner."""
+    step, its time beyond the lower limit, which is a figure of its own for the planner. ``stage`` records the
+    results."""
     overhead: dict[str, float] = {}
     for case in TINY if stage.pretend else CASES:
         name = _name(case)
@@ -75,13 +76,13 @@ def _name(case: EngineCase) -> str:
 
 def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[str, float]) -> None:
     """Open an engine, decode, and record the figures of one case. The first case stores the overhead of a step in
-    ``overhead``, and later cases read it there."""
-    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    ``overhead``, and later cases read it there. ``stage`` records the figures under ``name``."""
+    sizes = find_model(case.model, pretend=stage.pretend).sizes
     folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     engine = open_engine(stage, folder, DTYPE, case.load)
-    vocab = model_of(case.model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(case.model, pretend=stage.pretend).settings["vocab_size"]
     figures = decode(stage, engine, case.load, vocab, **case.sampling)
     floor_step_s = floor_s(sizes, figures, case.load, stage.request.ceilings, 2)
     share = floor_step_s / figures.step_s

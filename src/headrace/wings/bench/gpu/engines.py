@@ -70,9 +70,9 @@ class DecodeFigures:
 def open_engine(
     stage: StageContext, model_dir: Path, dtype: str, load: Load, *, receiver: WeightReceiver | None = None, **more: Any
 ) -> NativeEngine:
-    """Load the model in ``model_dir`` onto the device, and return an engine with room for ``load``. Its loaded weights
-    are committed as the first version, unless there is a ``receiver``, from which the engine then receives its weights.
-    ``more`` are further settings of the engine."""
+    """Load the model in ``model_dir`` onto the device of ``stage`` in the number format ``dtype``, and return an engine
+    with room for ``load``. Its loaded weights are committed as the first version, unless there is a ``receiver``, from
+    which the engine then receives its weights. ``more`` are further settings of the engine."""
     device = use_device("engine.device", stage.request.device)
     model = load_model(ModelConfig.model_validate({"path": str(model_dir), "dtype": dtype}), str(device))
     settings = {"max_sequences": load.sequences, "max_step_tokens": STEP_TOKENS, "cache_share": 0.6, **more}
@@ -89,7 +89,7 @@ def open_engine(
 def decode(stage: StageContext, engine: NativeEngine, load: Load, vocab: int, **sampling: Any) -> DecodeFigures:
     """Run ``load`` on the engine until every sequence decodes, measure the steps after that, and return the figures;
     the requests are aborted at the end. ``vocab`` is the vocabulary size of the model, and ``sampling`` has fields of
-    the sampling parameters."""
+    the sampling parameters. ``stage`` measures the time."""
     rng, before = np.random.default_rng(load.sequences), engine.stats().generated_tokens
     ids = list(range(load.sequences))
     start_s = stage.clock.now()
@@ -124,9 +124,10 @@ def _tokens_of_step(engine: NativeEngine) -> int:
 
 
 def floor_s(sizes: ModelShape, figures: DecodeFigures, load: Load, ceilings: dict[str, float], itemsize: int) -> float:
-    """Return the lower limit of the duration of a step, in seconds: the time to read all weights and the cache at the
-    measured rate of copies within the device, or the time to compute at the measured rate of products, whichever is
-    longer. Return 0 where these rates were not measured."""
+    """Return the lower limit of the duration of a step of ``load``, in seconds, for a model with ``sizes`` whose
+    numbers have ``itemsize`` bytes: the time to read all weights and the cache at the rate of copies within the device,
+    or the time to compute at the rate of products, whichever is longer. ``ceilings`` are the measured rates, and
+    ``figures`` the figures of the measured step. Return 0 if these rates were not measured."""
     bandwidth, flops = ceilings.get("copy_device_gb_s", 0.0) * 1e9, ceilings.get("product_bfloat16_tflops", 0.0) * 1e12
     if not bandwidth or not flops:
         return 0.0

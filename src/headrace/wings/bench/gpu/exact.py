@@ -21,7 +21,7 @@ from headrace.base.environ import program_environment
 from headrace.policy import Policy
 from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.gpu.base import StageContext
-from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, find_model, write_model
 
 CONTRACT = "headrace.testing.engine_on_device"
 """The program that checks the contract of engines on one device."""
@@ -32,7 +32,7 @@ CONTRACT_SHARE = 0.5
 
 
 def run(stage: StageContext) -> None:
-    """Compare engine and learner for each kind of model, then check the contract."""
+    """Compare engine and learner for each kind of model, then check the contract. ``stage`` records the results."""
     contract_s = CONTRACT_SHARE * stage.request.seconds
     for model in (SMALL, SINKS, MIXTURE):
         for dtype in ("float32", "bfloat16"):
@@ -49,10 +49,11 @@ def _compare(stage: StageContext, model: str, dtype: str) -> None:
 
 
 async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None:
-    """Sample groups of answers and train on them, and record the mean difference of log π and log μ."""
+    """Sample groups of answers from ``model`` in the number format ``dtype`` and train on them; record the mean
+    difference of log π and log μ in ``stage``."""
     folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
-    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(model, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     start = rng.integers(3, vocab, long).tolist()
     prompts: list[Any] = [start + rng.integers(3, vocab, more).tolist() for more in (1, long // 2)] + [start[:7]]
@@ -75,8 +76,8 @@ async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None
 
 
 def _check_contract(stage: StageContext) -> None:
-    """Check the contract of engines in a process of its own, for as long as there is time, and record the result of
-    each clause."""
+    """Check the contract of engines in a process of its own, for as long as ``stage`` has time, and record the result
+    of each clause."""
     left_s = max(1.0, stage.left_s() - 4.0)
     command = [sys.executable, "-m", CONTRACT, stage.request.device, f"{0.7 * left_s:g}"]
     if stage.pretend:

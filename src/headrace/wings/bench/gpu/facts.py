@@ -21,14 +21,14 @@ QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.cur
 
 
 def run(stage: StageContext) -> None:
-    """Record versions, memory and links, and measure the ceilings."""
-    found = probe()
-    stage.add_row(what="card", name=found.name, capability=".".join(map(str, found.capability)), gib=found.total / GIB)
+    """Record versions, memory and links in ``stage``, and measure the ceilings."""
+    card = probe()
+    stage.add_row(what="card", name=card.name, capability=".".join(map(str, card.capability)), gib=card.total / GIB)
     stage.add_row(
-        what="versions", python=platform.python_version(), torch=found.torch, cuda=found.cuda, triton=found.triton
+        what="versions", python=platform.python_version(), torch=card.torch, cuda=card.cuda, triton=card.triton
     )
     names = VisibleGpus.detect().names
-    stage.add_row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
+    stage.add_row(what="GPUs", visible=visible_gpus(), torch_sees=card.count, driver_names=list(names or ()))
     stage.add_row(what="links", **_query_driver())
     if stage.pretend:
         copied, side = 1 << 16, 32
@@ -40,8 +40,8 @@ def run(stage: StageContext) -> None:
 
 
 def _query_driver() -> Mapping[str, str]:
-    """Return the properties :data:`QUERY` of the first GPU, which ``nvidia-smi`` prints; where the program is missing
-    or fails, return the reason as ``left_out``."""
+    """Return the properties :data:`QUERY` of the first GPU, which ``nvidia-smi`` prints; if the program is missing or
+    fails, return the reason as ``left_out``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"left_out": "nvidia-smi is not installed"}
@@ -55,7 +55,8 @@ def _query_driver() -> Mapping[str, str]:
 
 def _measure_copies(stage: StageContext, num_bytes: int) -> None:
     """Measure and record the rates of copies of ``num_bytes`` bytes: to the device and back, with pinned and with
-    pageable memory, and within the device, where bytes read and bytes written both count."""
+    pageable memory, and within the device; bytes read and bytes written are both counted. ``stage`` records the
+    results."""
     device = torch.device(stage.request.device)
     there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     other = torch.empty_like(there)

@@ -29,7 +29,7 @@ class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
     made: str
     """The date and time of the start, as text."""
     pretend: bool
-    """True where the device only claimed to be a GPU: figures mean nothing."""
+    """True if the device only claimed to be a GPU: figures mean nothing."""
     card: str
     """The name of the GPU; ``claimed`` for the claimed device."""
     budget_s: float
@@ -38,14 +38,15 @@ class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[GpuStageOutcome]
 
 
-def rates_of(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
-    """Return the rates of the GPU ``card`` for the planner; a rate that no stage has measured yet is ``None``."""
-    figures = figures_of(outcomes)
+def make_card_rates(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
+    """Return the rates of the GPU ``card`` in ``outcomes`` for the planner; a rate that no stage has measured yet is
+    ``None``."""
+    figures = merge_figures(outcomes)
     return CardRates(card=card, **{name: figures.get(name) for name in _RATES})
 
 
-def figures_of(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
-    """Return the figures of all stages by name."""
+def merge_figures(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
+    """Return the figures of all stages, whose ``outcomes`` are given, by name."""
     return {key: value for outcome in outcomes for key, value in outcome.figures.items()}
 
 
@@ -60,16 +61,16 @@ def read_file(path: Path) -> GpuFile:
     """Return the content of the file ``path``. Raises :class:`~headrace.base.errors.DataError` if it cannot be read, or
     is not a file of ``headrace bench gpu`` in this format."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=GpuFile)
+        content = msgspec.json.decode(path.read_bytes(), type=GpuFile)
     except (OSError, msgspec.MsgspecError) as error:
         raise DataError(
             f"{path} is no file of headrace bench gpu: {error}", remedy="name a file that --out has written"
         ) from None
-    if found.format != FORMAT:
+    if content.format != FORMAT:
         raise DataError(
-            f"{path} has format {found.format}, and {FORMAT} is read", remedy="measure again with this version"
+            f"{path} has format {content.format}, and {FORMAT} is read", remedy="measure again with this version"
         )
-    return found
+    return content
 
 
 def compare_figures(now: Mapping[str, float], before: Mapping[str, float]) -> list[Row]:

@@ -1,7 +1,7 @@
 """The stage ``kernels``: every Triton kernel, in each number format and for each size of heads, compared with its
 definition in float64 on the device; its time in microseconds, and the used fraction of the device's bandwidth.
 
-With ``--pretend`` Triton's interpreter runs the kernels on small inputs, where Triton is installed.
+With ``--pretend`` Triton's interpreter runs the kernels on small inputs, if Triton is installed.
 
 Shape legend: R rows, which decode one token each; B blocks of a row; P blocks of the pool, S tokens of a block, K
 key-value heads, H query heads, E size of a key, V size of a value, C tokens of a context.
@@ -50,7 +50,7 @@ class DecodeCase:
 
 
 def run(stage: StageContext) -> None:
-    """Check all kernels, and on a real device also measure them."""
+    """Check all kernels, and on a real device also measure them; ``stage`` records the results."""
     if not probe().triton:
         stage.add_row(what="kernels", left_out="Triton is not installed: pip install 'headrace[cuda]'")
         return
@@ -70,8 +70,9 @@ def run(stage: StageContext) -> None:
 def _check_kernel(
     stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int, int], torch.dtype, str]
 ) -> None:
-    """Compare one kernel with its definition, and record its time. ``kind`` contains the sizes of keys and values, the
-    number format and the rule of attention, one of :data:`RULES`."""
+    """Compare the kernel ``name`` with its definition on inputs of the sizes of ``case``, and record its time in
+    ``stage``. ``kind`` contains the sizes of keys and values, the number format and the rule of attention, one of
+    :data:`RULES`."""
     sizes, dtype, rule = kind
     from headrace.models.paged.triton import TritonAttention, columns
 
@@ -112,7 +113,8 @@ def _inputs(
     case: DecodeCase, sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Geometry, tuple[Tensor, Tensor, Tensor], PagedCache]:
     """Return the geometry of a pass in which every row decodes one token, random queries, keys and values of these
-    tokens, and a cache that is filled with random numbers."""
+    tokens, and a cache that is filled with random numbers. ``sizes`` are the sizes of a key and a value, ``dtype`` is
+    their number format, and ``case`` has the other sizes."""
     rng = np.random.default_rng(0)
     width = -(-case.context // BLOCK)
     tables_RB = rng.permutation(case.rows * width).reshape(case.rows, width).astype(np.int32)
@@ -144,7 +146,8 @@ def _count_wrong_writes(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], 
 
 def reference_attention(geometry: Geometry, query_RHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
     """Return the attention output ``[R, H, V]`` of one decoded token for each row, computed by the definition of
-    attention in float64. The pools of ``layer`` must already contain the new keys and values."""
+    attention in float64. The pools of ``layer`` must already contain the new keys and values. ``query_RHE`` are the
+    queries, ``geometry`` describes the pass, and ``rule`` the kind of attention."""
     outputs = []
     for row, start in enumerate(geometry.starts_R):
         first = 0 if rule.window is None else max(0, int(start) - rule.window + 1)

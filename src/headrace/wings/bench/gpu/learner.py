@@ -24,7 +24,7 @@ from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.engine import draw_lengths
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, find_model, write_model
 from headrace.wings.plan.costs import TrainingFlops
 
 MFU = 0.4
@@ -53,7 +53,7 @@ class LearnerCase:
     rank: int = 0
     """The rank of the adapter that is trained; 0: all weights are trained."""
     has_target: bool = False
-    """True where the share of the rate of products has a target."""
+    """True if the share of the rate of products has a target."""
 
 
 CASES = (
@@ -90,7 +90,7 @@ TINY = (
 
 def run(stage: StageContext) -> None:
     """Measure the step with the target, check that packing does not change logprobs and that gradients agree with
-    float32, and then measure the other steps."""
+    float32, and then measure the other steps. ``stage`` records the results."""
     for case in TINY if stage.pretend else CASES:
         name = f"{case.model}, {case.description}"
         stage.attempt(name, partial(_measure, stage, case, name), needs_s=case.needs_s)
@@ -107,7 +107,7 @@ def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, An
 
 def _batch(stage: StageContext, core: LearnerCore, model: str, prompt: int, answers: tuple[int, ...]) -> Batch:
     """Return a random batch for the next step of ``core``, a learner of the model with the name ``model``."""
-    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(model, pretend=stage.pretend).settings["vocab_size"]
     return random_batch(core.version, prompt=prompt, answers=answers, vocab=vocab)
 
 
@@ -141,12 +141,12 @@ def _compare_gradients(stage: StageContext) -> None:
 
 def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
     """Train one step as a warm-up and three measured steps, count the work of a further step, and record the figures of
-    one case."""
+    one case. ``stage`` records them under ``name``."""
     torch.cuda.reset_peak_memory_stats()
     core = _open(stage, case.model, DTYPE, case.settings, case.rank)
     times_s = [core.train(_batch(stage, core, case.model, case.prompt, case.answers)).seconds for _ in range(4)]
     seconds = min(times_s[1:])
-    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    sizes = find_model(case.model, pretend=stage.pretend).sizes
     lengths = np.array(case.answers, np.float64) + case.prompt
     rate = stage.request.ceilings.get("product_bfloat16_tflops", float("inf")) * 1e12
     share = (
@@ -164,8 +164,8 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
 
 
 def _cost_model(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
-    """Return the planner's cost model of a training step, where ``rate`` is the rate of products in operations per
-    second. With ``adapter``, gradients of the base's weights are not computed."""
+    """Return the planner's cost model of a training step; ``rate`` is the rate of products in operations per second.
+    With ``adapter``, gradients of the base's weights are not computed."""
     each = 4.0 if adapter else 6.0
     return TrainingFlops(flop_per_token=each * sizes.active, flop_per_square=sizes.flop_per_square, flops=rate)
 

@@ -18,7 +18,7 @@ class CardFacts(msgspec.Struct, frozen=True, kw_only=True):
     cuda: str
     """The version of CUDA that torch was built for; empty for a build without CUDA."""
     triton: str
-    """The version of Triton; empty where it is not installed."""
+    """The version of Triton; empty if it is not installed."""
     count: int = 0
     """The number of GPUs that torch can use."""
     error: str = ""

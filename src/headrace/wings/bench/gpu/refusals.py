@@ -48,7 +48,8 @@ OFFLOAD = "learner.memory.offload_optimizer = true"
 
 
 def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for values of the options that cannot be used."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for values of the options that cannot be used: a ``budget`` of
+    no time, an interpreter ``vllm`` that is no program, or a file ``out`` that cannot be written."""
     if budget <= 0:
         raise ConfigError(f"--budget {budget:g} is no time", remedy="give a number of seconds, such as 600")
     if vllm and not (Path(vllm).is_file() and os.access(vllm, os.X_OK)):
@@ -66,24 +67,24 @@ def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
 
 
 def model_folder() -> Path:
-    """Return the folder for the random models of all stages: shared memory, or the usual folder for temporary files
-    where shared memory has too little room. Raises :class:`~headrace.base.errors.ConfigError` where both have too
-    little room."""
+    """Return the folder for the random models of all stages: shared memory, or the usual folder for temporary files if
+    shared memory has too little room. Raises :class:`~headrace.base.errors.ConfigError` if both have too little
+    room."""
     folders = (shared_memory_root(), Path(tempfile.gettempdir()))
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     for folder in folders:
         if free[folder] >= MODELS_BYTES:
             return folder
-    found = " and ".join(f"{room / GIB:.0f} GiB in {folder}" for folder, room in free.items())
+    rooms = " and ".join(f"{room / GIB:.0f} GiB in {folder}" for folder, room in free.items())
     raise ConfigError(
-        f"the random models of all stages take {MODELS_BYTES / GIB:.0f} GiB, and there are {found}",
+        f"the random models of all stages take {MODELS_BYTES / GIB:.0f} GiB, and there are {rooms}",
         remedy="name a folder with more room in the variable TMPDIR; docker run --shm-size=64g",
     )
 
 
 def query_card() -> CardFacts:
     """Return the facts about the GPU, which another process (:mod:`.probe`) reads. Raises
-    :class:`~headrace.base.errors.ConfigError` where there is no driver, and where this process fails."""
+    :class:`~headrace.base.errors.ConfigError` if there is no driver, or if this process fails."""
     if not has_gpu_driver():
         raise ConfigError(
             "there is no driver for a GPU on this machine",
@@ -101,8 +102,8 @@ def query_card() -> CardFacts:
 
 
 def refuse_card(card: CardFacts, stages: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a GPU, or an installation, on which one of the ``stages``
-    would fail."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a GPU ``card``, or an installation, on which one of the
+    ``stages`` would fail."""
     _refuse_driver(card)
     if card.capability < LEAST_CAPABILITY:
         raise ConfigError(
@@ -128,13 +129,13 @@ def _refuse_driver(card: CardFacts) -> None:
     if card.error or not card.count:
         raise ConfigError(
             f"torch {card.torch}, built for CUDA {card.cuda}, cannot use the GPU: {card.error or 'it sees none'}",
-            remedy="look at nvidia-smi and CUDA_VISIBLE_DEVICES; where the driver is too old, update it or install the "
+            remedy="look at nvidia-smi and CUDA_VISIBLE_DEVICES; if the driver is too old, update it or install the "
             "torch that fits it: https://pytorch.org/get-started/locally",
         )
 
 
 def _refuse_taken(card: CardFacts) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where other processes use memory of the GPU, since they would
+    """Raise :class:`~headrace.base.errors.ConfigError` if other processes use memory of the GPU, since they would
     distort all figures."""
     taken = card.total - card.free
     if taken > OTHERS_BYTES:
@@ -145,8 +146,8 @@ def _refuse_taken(card: CardFacts) -> None:
 
 
 def _refuse_little_memory(card: CardFacts, stage: str, stages: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the largest model with targets does not fit on the GPU in
-    ``stage``. The remedy names the other stages of ``stages`` that need less memory."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the largest model with targets does not fit on the GPU
+    ``card`` in ``stage``. The remedy names the other stages of ``stages`` that need less memory."""
     largest = max((MODELS[name].sizes for name in MEASURED), key=lambda sizes: sizes.params)
     needs = _needed_bytes(stage, largest)
     if needs <= card.total:

@@ -95,7 +95,7 @@ MIXTURE, SINKS = "qwen3-30b-a3b, 8 layers", "gpt-oss-20b, 4 layers"
 """The name of the mixture of experts, and of the model whose attention has sinks."""
 
 
-def model_of(name: str, *, pretend: bool) -> RandomModel:
+def find_model(name: str, *, pretend: bool) -> RandomModel:
     """Return the model ``name`` of :data:`MODELS`; with ``pretend`` a tiny model of its kind."""
     return MODELS[name].tiny() if pretend else MODELS[name]
 
@@ -116,7 +116,7 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
         return directory
     partial = directory.with_suffix(".partial")  # a stage that was killed may have left this directory
     shutil.rmtree(partial, ignore_errors=True)
-    chosen = model_of(name, pretend=pretend)
+    chosen = find_model(name, pretend=pretend)
     tokenizer = char_tokenizer(_CHARACTERS)
     config = AutoConfig.for_model(
         chosen.kind,

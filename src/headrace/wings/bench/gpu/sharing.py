@@ -14,7 +14,7 @@ from headrace.policy import Policy
 from headrace.wings.bench.base import at_least, at_most
 from headrace.wings.bench.gpu.base import GIB, StageContext
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import SMALL, find_model, write_model
 
 ROUNDS = 10
 GROWTH = 1.02
@@ -24,7 +24,7 @@ SETTINGS = {"lr": 1e-6, "attention": "padded", "share_prefixes": False}
 
 
 def run(stage: StageContext) -> None:
-    """Run the turns of engine and learner, then cause a lack of memory."""
+    """Run the turns of engine and learner, then cause a lack of memory. ``stage`` records the results."""
     stage.attempt("turns", lambda: asyncio.run(_take_turns(stage)))
     if stage.pretend:
         stage.add_row(what="lack of memory", left_out="the claimed device has as much memory as the machine")
@@ -34,7 +34,7 @@ def run(stage: StageContext) -> None:
 
 async def _take_turns(stage: StageContext) -> None:
     """Sample with the engine, release its memory, train, publish, and wake the engine with the new weights, ten times;
-    record the memory in each state."""
+    record the memory in each state in ``stage``."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 128
     policy = Policy.load(
@@ -64,9 +64,9 @@ async def _take_turns(stage: StageContext) -> None:
 
 def _exceed_memory(stage: StageContext) -> None:
     """Limit the memory of this process, let a step fail, and repeat it with the smaller micro-batches that the error
-    names, until a step succeeds; record the result."""
+    names, until a step succeeds; record the result in ``stage``."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
-    vocab = model_of(SMALL, pretend=False).settings["vocab_size"]
+    vocab = find_model(SMALL, pretend=False).settings["vocab_size"]
     tokens, message = 65_536, ""
     batch: dict[str, Any] = {"prompt": 16, "answers": (2032,) * 32, "vocab": vocab}
     total = torch.cuda.get_device_properties(0).total_memory
@@ -78,8 +78,8 @@ def _exceed_memory(stage: StageContext) -> None:
             break
         except RunError as error:
             message = str(error)
-            found = re.search(r"learner\.tokens_per_microbatch = (\d+)", message)
-            tokens = int(found[1]) if found else 0
+            match = re.search(r"learner\.tokens_per_microbatch = (\d+)", message)
+            tokens = int(match[1]) if match else 0
         del core
         stage.release()
     torch.cuda.set_per_process_memory_fraction(1.0)

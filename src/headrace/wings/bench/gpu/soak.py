@@ -27,7 +27,8 @@ def run(stage: StageContext) -> None:
 
 
 async def _loop(stage: StageContext) -> None:
-    """Sample, train and publish until a fifth of the time is left, and record the growth of memory over the rounds."""
+    """Sample, train and publish until a fifth of the time of ``stage`` is left, and record the growth of memory over
+    the rounds."""
     folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 64
     policy = Policy.load(
@@ -36,9 +37,9 @@ async def _loop(stage: StageContext) -> None:
     )  # fmt: skip
     device: list[int] = []
     host: list[int] = []
-    most = LEAST if stage.pretend else 10_000
+    max_rounds = LEAST if stage.pretend else 10_000
     async with policy:
-        while len(device) < LEAST or (stage.left_s() > stage.request.seconds / 5 and len(device) < most):
+        while len(device) < LEAST or (stage.left_s() > stage.request.seconds / 5 and len(device) < max_rounds):
             groups = await policy.sample([[3, 4, 5, 6]] * 2, n=8, max_new_tokens=new)
             policy.forward_backward(groups, [[1.0, -1.0] * 4] * 2)
             policy.optim_step()

@@ -32,9 +32,9 @@ class ProfiledWork:
         """Call ``act`` under the profiler, and return the number of events of each kind of work."""
         from torch.profiler import ProfilerActivity, profile
 
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
             act()
-        names = Counter(event.name for event in found.events() or ())
+        names = Counter(event.name for event in profiled.events() or ())
         return {
             kind: sum(number for name, number in names.items() if name.startswith(begins))
             for kind, begins in _KINDS.items()

@@ -23,7 +23,7 @@ class StageKind:
     min_s: float = 8.0
     """The time limit, in seconds, below which the stage is left out, since it could not measure anything."""
     on_host: bool = False
-    """True where the stage does not use the claimed device: with ``--pretend`` Triton's interpreter runs its kernels on
+    """True if the stage does not use the claimed device: with ``--pretend`` Triton's interpreter runs its kernels on
     the CPU."""
 
 

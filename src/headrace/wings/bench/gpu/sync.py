@@ -31,7 +31,7 @@ from headrace.wings.bench.base import Row, at_least, at_most
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.bench.gpu.engines import Load, open_engine
 from headrace.wings.bench.gpu.learners import open_learner, random_batch
-from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, find_model, write_model
 
 VERSIONS = 6
 """The number of measured versions of each codec; two versions before these allocate memory."""
@@ -40,7 +40,7 @@ GAP_MS = 5.0
 
 
 def run(stage: StageContext) -> None:
-    """Measure both codecs, and record in rows which transports are left out."""
+    """Measure both codecs, and record in rows which transports are left out. ``stage`` records the results."""
     stage.add_row(what="CUDA IPC", left_out="there is no transport within one GPU's memory: versions pass host memory")
     stage.add_row(what="group", left_out="sends through host memory: headrace bench sync measures it")
     for name in (SMALL,) if stage.pretend else MEASURED:
@@ -50,7 +50,7 @@ def run(stage: StageContext) -> None:
 
 def _measure(stage: StageContext, name: str, codec: str) -> None:
     """Send versions from real steps of the model ``name`` to an engine that decodes, with ``codec``, and record the
-    medians of the durations."""
+    medians of the durations. ``stage`` records them."""
     folder = write_model(stage.models, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     load = Load(sequences=4, prompt=8, new=200) if stage.pretend else Load(sequences=64, prompt=256, new=512)
     core = open_learner(stage, folder, "bfloat16", {"tokens_per_microbatch": 4096, "lr": 1e-5})
@@ -59,10 +59,10 @@ def _measure(stage: StageContext, name: str, codec: str) -> None:
     with closing(make_publisher(route, weight_tensors(core.model))) as publisher:
         engine = _engine(stage, folder, load, codec, core)
         transfer = _VersionTransfer(
-            stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"]
+            stage, core, publisher, engine, find_model(name, pretend=stage.pretend).settings["vocab_size"]
         )
-        found = [transfer.send_version() for _ in range(VERSIONS + 2)][2:]
-        row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        versions = [transfer.send_version() for _ in range(VERSIONS + 2)][2:]
+        row: Row = {key: statistics.median(version[key] for version in versions) for key in versions[0]}
         seconds = row["exposed_s"] + row["announce_s"] + row["stage_s"]
         stage.add_row(what=f"versions of {name}, {codec}", **row, gb_s=transfer.whole_bytes / seconds / 1e9)
         stage.add_target(
@@ -85,9 +85,13 @@ class _VersionTransfer:
     def __init__(
         self, stage: StageContext, core: LearnerCore, publisher: Publisher, engine: NativeEngine, vocab: int
     ) -> None:
-        """Prepare the transfer; no version is sent yet. ``vocab`` is the size of the model's vocabulary."""
+        """Prepare the transfer of the weights of ``core`` by ``publisher`` to ``engine``; no version is sent yet.
+        ``vocab`` is the size of the model's vocabulary. ``stage`` measures the time."""
         self._stage, self._core, self._publisher, self._engine, self._vocab = stage, core, publisher, engine, vocab
-        self._version, self._requests = -1, 0
+        self._version = -1
+        """The number of the version that was published last; -1 before the first."""
+        self._requests = 0
+        """The number of requests that the engine has had."""
         self.whole_bytes = publisher.manifest.total_bytes
         """The size of all weights of one version, in bytes."""
 
@@ -111,7 +115,8 @@ class _VersionTransfer:
 
     def check_damage(self, path: Path, name: str) -> None:
         """Change one bit of the next version in shared memory, and check that the engine refuses this version and
-        accepts the version after it."""
+        accepts the version after it. ``path`` is the file of the shared memory, and ``name`` the name of the model in
+        the report."""
         update, _, _ = self._publish()
         with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
             memory[update.slot * self.whole_bytes + self.whole_bytes // 2] ^= 1
@@ -135,7 +140,7 @@ class _VersionTransfer:
         return update, exposed_s, self._stage.clock.now() - start_s
 
     def _decode(self, steps: int) -> None:
-        """Run ``steps`` steps of the engine, and add a new request where it has none, after its first version."""
+        """Run ``steps`` steps of the engine, and add a new request if it has none, after its first version."""
         for _ in range(steps):
             if self._version > 0 and not self._engine.has_work():
                 self._requests += 1

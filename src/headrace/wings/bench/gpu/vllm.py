@@ -18,7 +18,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.wings.bench.base import at_least
 from headrace.wings.bench.gpu.base import StageContext
 from headrace.wings.bench.gpu.engines import Load, open_engine
-from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, find_model, write_model
 
 PROGRAM = Path(__file__).with_name("vllm_side.py")
 LOAD = Load(sequences=256, prompt=896, new=256)
@@ -32,7 +32,7 @@ FAIR = 1.0
 
 
 def run(stage: StageContext) -> None:
-    """Compare the two engines on each model of :data:`~.shapes.MEASURED`."""
+    """Compare the two engines on each model of :data:`~.shapes.MEASURED`. ``stage`` records the results."""
     if not stage.request.vllm:
         stage.add_row(what="vLLM beside it", left_out="no interpreter with vLLM was given: --vllm PYTHON")
         return
@@ -46,7 +46,7 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
     requests."""
     dtype = "float32" if stage.pretend else "bfloat16"
     folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
-    vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
+    vocab = find_model(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
     ours = _measure_native(stage, folder, dtype, load, prompts)
@@ -58,7 +58,9 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
 
 
 def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
-    """Return the tokens per second of the native engine for ``prompts``, after answering them once as a warm-up."""
+    """Return the tokens per second of the native engine for ``prompts``, after it has answered them once as a warm-up.
+    ``folder`` has the model, ``dtype`` is its number format, ``load`` has the sizes, and ``stage`` measures the
+    time."""
     engine = open_engine(stage, folder, dtype, load)
 
     def answer(first: int) -> None:
@@ -77,8 +79,9 @@ def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, p
 def _measure_vllm(
     stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]
 ) -> dict[str, Any]:
-    """Return the figures of vLLM for ``prompts``: tokens per second and its version. Raises
-    :class:`~headrace.base.errors.ComponentDied` if vLLM fails."""
+    """Return the figures of vLLM for ``prompts``: tokens per second and its version. ``folder`` has the model,
+    ``dtype`` is its number format, and ``load`` has the sizes; files are written into the directory of ``stage``.
+    Raises :class:`~headrace.base.errors.ComponentDied` if vLLM fails."""
     spec = {
         "model": str(folder), "dtype": dtype, "context": load.context, "sequences": load.sequences, "new": load.new,
         "prompts": prompts,
@@ -91,11 +94,11 @@ def _measure_vllm(
         [stage.request.vllm, "-P", str(PROGRAM), str(file)], env=program_environment(variables), capture_output=True,
         text=True, check=False, timeout=max(1.0, stage.left_s()),
     )  # fmt: skip
-    found = [line for line in done.stdout.splitlines() if line.startswith('{"tok_s"')]
-    if done.returncode or not found:
+    answers = [line for line in done.stdout.splitlines() if line.startswith('{"tok_s"')]
+    if done.returncode or not answers:
         raise ComponentDied(
             f"vLLM ended with exit code {done.returncode}: {done.stderr.strip()[-800:]}",
             remedy="try the interpreter of --vllm by itself, or leave --vllm out",
         )
-    answer: dict[str, Any] = json.loads(found[-1])
+    answer: dict[str, Any] = json.loads(answers[-1])
     return answer

@@ -48,7 +48,7 @@ class SupervisorHandle(Protocol):
         ...
 
 
-async def in_time(answer: asyncio.Future[Any], timeout_s: float) -> Any:
+async def wait_for_answer(answer: asyncio.Future[Any], timeout_s: float) -> Any:
     """Wait up to ``timeout_s`` seconds for ``answer``, the future of a supervisor's method call, and return the result.
     Raises the error of the call (:class:`SupervisorLost` or :class:`SupervisorUnusable`), or ``TimeoutError``. The
     future is not cancelled."""
@@ -66,7 +66,8 @@ class FarProcess:
         ``pid`` is the process id on the machine with the address ``node``. ``kept``: the process runs with limited
         resources, and is killed at its end instead of being asked to shut down."""
         self._supervisor, self._pid, self._node, self._is_limited = supervisor, pid, node, kept
-        self._end: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
+        self._exit: asyncio.Future[FarExit] = asyncio.get_running_loop().create_future()
+        """The end of the process, once it is reported, or once the process counts as lost."""
         supervisor.call("wait_until_ended").add_done_callback(self._record_end)
 
     @property
@@ -87,7 +88,7 @@ class FarProcess:
     @property
     def returncode(self) -> int | None:
         """The exit code, negative for a signal; ``None`` while the process runs."""
-        return self._end.result().code if self._end.done() else None
+        return self._exit.result().code if self._exit.done() else None
 
     @property
     def accepts_shutdown(self) -> bool:
@@ -96,21 +97,21 @@ class FarProcess:
 
     async def wait(self) -> int:
         """Wait until the process has ended or is lost, and return its exit code."""
-        await asyncio.wait([self._end])
-        return self._end.result().code
+        await asyncio.wait([self._exit])
+        return self._exit.result().code
 
     async def kill(self) -> None:
         """Kill the process by ending its supervisor, and wait up to :data:`KILL_S` seconds for the report of the
         process's end. Without a report, the process counts as lost."""
         self._supervisor.kill()  # this closes the pipe to the process, which then ends
-        await asyncio.wait([self._end], timeout=KILL_S)
-        if not self._end.done():
-            self._end.set_result(_lost_exit("was ended, and its machine does not say that it is gone"))
+        await asyncio.wait([self._exit], timeout=KILL_S)
+        if not self._exit.done():
+            self._exit.set_result(_make_lost_exit("was ended, and its machine does not say that it is gone"))
 
     async def computed_s(self) -> float:
         """Return the seconds of processor time that the process has used; 0 if its machine does not answer."""
         try:
-            return float(await in_time(self._supervisor.call("computed_s"), METER_S))
+            return float(await wait_for_answer(self._supervisor.call("computed_s"), METER_S))
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return 0.0
 
@@ -118,7 +119,7 @@ class FarProcess:
         """Return the reason why the process makes no progress, such as a signal that has stopped it, as its machine
         reports it. Return an empty text if the process is not halted or its machine does not answer."""
         try:
-            words: bytes = await in_time(self._supervisor.call("halt_reason"), METER_S)
+            words: bytes = await wait_for_answer(self._supervisor.call("halt_reason"), METER_S)
         except (SupervisorLost, SupervisorUnusable, TimeoutError):
             return ""
         return words[:MAX_REASON_BYTES].decode("utf-8", "replace")
@@ -126,12 +127,12 @@ class FarProcess:
     def describe_end(self) -> str:
         """Return how the process has ended, in words that follow its name in a sentence. The process must have
         ended."""
-        return self._end.result().words
+        return self._exit.result().words
 
     def last_lines(self, log: Path) -> list[str]:
         """Return the last lines of the process's log, which its machine has sent with the report of its end. The path
         ``log`` is ignored."""
-        return self._end.result().lines
+        return self._exit.result().lines
 
     def close(self) -> None:
         """End the supervisor. The process must have ended."""
@@ -140,14 +141,14 @@ class FarProcess:
     def _record_end(self, answer: asyncio.Future[Any]) -> None:
         """Record how the process has ended. ``answer`` is the completed call of the supervisor's method
         ``wait_until_ended``; if the call has failed, the process counts as lost."""
-        if self._end.done() or answer.cancelled():
+        if self._exit.done() or answer.cancelled():
             return
         error = answer.exception()
-        ended = _lost_exit(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
-        self._end.set_result(ended)
+        ended = _make_lost_exit(str(error)) if error is not None else msgspec.json.decode(answer.result(), type=FarExit)
+        self._exit.set_result(ended)
 
 
-def _lost_exit(words: str) -> FarExit:
+def _make_lost_exit(words: str) -> FarExit:
     """Return the exit of a lost process, which its machine cannot report: it counts as killed, for the reason
     ``words``."""
     return FarExit(code=-signal.SIGKILL, words=words, lines=[])

@@ -88,20 +88,23 @@ class ProcessSupervisor:
         reach it."""
         self._address = address
         self._process: LocalProcess | None = None
+        """The process; ``None`` before its start."""
         self._log = Path()
+        """Path of the process's log."""
         for root in (Path(tempfile.gettempdir()), shared_memory_root()):
             sweep(root)  # removes directories that killed runs have left
         self._directory = Lease.create_directory(Path(tempfile.gettempdir()))
+        """The lease of the supervisor's directory, which contains the log if the run directory is not shared."""
 
     def describe_node(self, query: bytes) -> bytes:
         """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
         question, address = msgspec.json.decode(query, type=NodeQuery), self._address
-        with socket.socket(family_of(address)) as free:
+        with socket.socket(get_socket_family(address)) as free:
             free.bind((address, 0))
             port = free.getsockname()[1]
         found = NodeReply(
             address=address,
-            interface=_interface_of(address),
+            interface=_find_interface(address),
             headrace=__version__,
             missing={setting: path for setting, path in question.paths.items() if not Path(path).exists()},
             shared=Path(question.run_dir, question.mark).exists(),
@@ -162,12 +165,12 @@ class ProcessSupervisor:
         return self._process
 
 
-def family_of(address: str) -> socket.AddressFamily:
+def get_socket_family(address: str) -> socket.AddressFamily:
     """Return the socket family of an IP ``address``: IPv6 if it contains a colon, otherwise IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def _interface_of(address: str) -> str:
+def _find_interface(address: str) -> str:
     """Return the name of this machine's network interface with the IP ``address``; empty if no interface has it."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
@@ -175,11 +178,11 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def paths_of(start: Start) -> dict[str, str]:
+def list_required_paths(start: Start) -> dict[str, str]:
     """Return the paths that must exist on the machine of a process with the settings ``start``, by the setting that
     names the path. Empty paths are left out.
 
-    >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
+    >>> list_required_paths(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
     {'env.reward': '/code/reward.py'}
     """
     paths: dict[str, str] = {}

@@ -68,8 +68,9 @@ StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
 @asynccontextmanager
 async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
-    """Listen for requests to join while the body runs, and write an invitation into the run directory. Yield the
-    listener, or ``None`` if ``launch.join`` is not set and the run admits no machines."""
+    """Listen for requests to join the run of ``order`` while the body runs, and write an invitation into the run
+    directory. ``site`` has the run's token. Yield the listener, or ``None`` if ``launch.join`` is not set and the run
+    admits no machines."""
     if not order.launch.join:
         yield None
         return
@@ -85,13 +86,14 @@ class JoinListener:
 
     def __init__(self, order: LaunchOrder, site: Rendezvous) -> None:
         """Open the listener's socket at ``launch.join`` (``HOST:PORT``), and write the invitation into the run
-        directory. ``site`` contains the run's token, which an admitted machine receives, and the directory of the run's
-        channels. Raises :class:`~headrace.base.errors.ConfigError` if the socket cannot be bound."""
+        directory of ``order``. ``site`` contains the run's token, which an admitted machine receives, and the directory
+        of the run's channels. Raises :class:`~headrace.base.errors.ConfigError` if the socket cannot be bound."""
         self._order, self._site = order, site
         self._clock = RealClock()
         self._opened_s = self._clock.now()
         """Time at which the listener was created, in seconds on its clock."""
         self._codec = MessageCodec(JoinRequest)
+        """The codec of requests to join."""
         self._token = secrets.token_hex(32)
         """The secret in the invitation, with which a request to join authenticates itself. It is not the run's
         token."""
@@ -100,13 +102,14 @@ class JoinListener:
         machine."""
         self._num_processes_elsewhere = 0
         """Number of admitted machines that have not left, plus the number of workers that they offer."""
-        self._most_files = open_files()
+        self._most_files = raise_file_limit()
         """The largest number of files that this process may open at the same time."""
         launch = order.launch
         self._host = host_and_port(launch.join)[0]
         """The host in ``launch.join``. The channel of each machine is opened at this address, on its own ports."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        """The socket on which machines request to join."""
         self._socket.setsockopt(zmq.LINGER, 0)
         key = require_key(self._socket, max_bytes=MAX_REQUEST_BYTES)
         self._socket.setsockopt(zmq.IPV6, int(":" in self._host))
@@ -119,6 +122,7 @@ class JoinListener:
                 remedy="name an address of this machine, and a port that is free",
             ) from None
         self._invitation = order.run_dir / INVITATION_FILE
+        """Path of the invitation in the run directory."""
         self._mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
         """An empty file. A machine on which it exists at the same path shares the run directory with this machine."""
         self._mark.touch()
@@ -277,7 +281,7 @@ def _workers_words(workers: WorkerGroup) -> str:
     return f"{workers.num_workers} worker{'' if workers.num_workers == 1 else 's'}"
 
 
-def open_files() -> int:
+def raise_file_limit() -> int:
     """Raise this process's limit of open files to at most :data:`MOST_FILES`, if the system allows it, and return the
     limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -19,8 +19,8 @@ from headrace.launch.child import Process, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import ForeignPeer, Peer
 from headrace.launch.clients.pool import MachineGone
 from headrace.launch.starts import Briefing, EnvironmentStart
-from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import FarExit, NodeQuery, NodeReply, StartOrder, paths_of
+from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, wait_for_answer
+from headrace.wings.cluster.far.supervisor import FarExit, NodeQuery, NodeReply, StartOrder, list_required_paths
 
 LAST_S = 1.0
 """Longest wait for a machine's confirmation that it leaves, in seconds."""
@@ -84,7 +84,7 @@ class JoinedStarter:
 
     def __init__(self, peer: MachinePeer, channel: ControllerChannel, address: str, config: MachineConfig) -> None:
         """Create the starter for a machine with the given ``peer`` and ``channel``. ``address`` is the machine's
-        address for messages."""
+        address for messages, and ``config`` has the settings with which workers are started."""
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
         """Whether the machine has left or was lost."""
@@ -93,6 +93,7 @@ class JoinedStarter:
         self.host_address = config.home
         self._query, self._timeout_s = config.query, config.start_timeout_s
         self._num_supervisors = 0
+        """Number of supervisors that were created on the machine, which is the number of the next one."""
 
     async def send_away(self, word: Farewell | JoinRefused) -> None:
         """Send the machine the ``word`` that the run has ended or that the machine is refused, wait up to
@@ -114,9 +115,10 @@ class JoinedStarter:
             self.peer.close()
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a worker on the machine, and return the controller's side of the worker's channel and a handle of the
-        process. Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, and another error of
-        the library, with the reason, if the worker cannot be started."""
+        """Start the worker that ``spec`` describes on the machine, and return the controller's side of the worker's
+        channel and a handle of the process. ``site`` has the run's token. Raises
+        :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, and another error of the library,
+        with the reason, if the worker cannot be started."""
         assert isinstance(spec.start, EnvironmentStart)
         supervisor = _MachineSupervisor(self, self._num_supervisors)
         self._num_supervisors += 1
@@ -140,8 +142,8 @@ class JoinedStarter:
     async def _start_through(
         self, supervisor: _MachineSupervisor, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
-        """Start the worker through ``supervisor``, and return the controller's side of the worker's channel and a
-        handle of the process."""
+        """Start the worker that ``spec`` describes, with the settings ``start``, through ``supervisor``, and return the
+        controller's side of the worker's channel and a handle of the process. ``site`` has the run's token."""
         found = await self._query_node(supervisor, start)
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
         peer = spec.make_peer(channel)
@@ -153,7 +155,7 @@ class JoinedStarter:
                 num_threads=spec.num_threads,
                 log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
-            pid = await in_time(supervisor.call("start", msgspec.json.encode(order)), self._timeout_s)
+            pid = await wait_for_answer(supervisor.call("start", msgspec.json.encode(order)), self._timeout_s)
         except BaseException:
             peer.close()
             raise
@@ -162,9 +164,10 @@ class JoinedStarter:
     async def _query_node(self, supervisor: _MachineSupervisor, start: EnvironmentStart) -> NodeReply:
         """Return the machine's reply to the query about the environment's paths and the run directory. Raises
         :class:`~headrace.base.errors.ConfigError` if the machine lacks one of the paths."""
-        query = msgspec.structs.replace(self._query, paths=paths_of(start))
+        query = msgspec.structs.replace(self._query, paths=list_required_paths(start))
         found = msgspec.json.decode(
-            await in_time(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
+            await wait_for_answer(supervisor.call("describe_node", msgspec.json.encode(query)), self._timeout_s),
+            type=NodeReply,
         )
         for path in found.missing.values():
             raise ConfigError(

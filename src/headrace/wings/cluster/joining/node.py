@@ -63,7 +63,7 @@ class RunUnreachable(DeadlineError):
 
 def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
     """Join the run whose invitation is at ``path``, and serve it until the run ends or a signal requests to leave.
-    ``say`` is called with lines for the user.
+    ``offer`` is what this machine offers. ``say`` is called with lines for the user.
 
     Raises :class:`~headrace.base.errors.DataError` if there is no valid invitation, :class:`RunUnreachable` if no run
     answers, and :class:`~headrace.base.errors.RunError` if the run refuses this machine, or if the connection breaks.
@@ -72,8 +72,8 @@ def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _join_and_serve(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
-    """Join the run and serve it until it ends. If no run can be reached, try again until ``offer.wait_s`` has
-    passed."""
+    """Join the run whose invitation is at ``path``, and serve it until it ends. If no run can be reached, try again
+    until ``offer.wait_s`` has passed. ``say`` is called with lines for the user."""
     clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
@@ -91,9 +91,9 @@ async def _join_and_serve(path: Path, offer: Offer, say: Callable[[str], None]) 
 
 
 async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
-    """Send the request to join, and return the run's welcome, which contains the addresses of a channel. Raises
-    :class:`RunUnreachable` if no run answers, and :class:`~headrace.base.errors.RunError` if the run refuses this
-    machine."""
+    """Send the ``offer`` to the run of ``invitation`` as a request to join, and return the run's welcome, which
+    contains the addresses of a channel. Raises :class:`RunUnreachable` if no run answers, and
+    :class:`~headrace.base.errors.RunError` if the run refuses this machine."""
     request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
@@ -163,9 +163,10 @@ def _own_address(invitation: Invitation) -> str:
 
 
 async def _serve_run(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
-    """Execute the run's orders until the run ends, a signal arrives or the connection breaks; then end all processes
-    that were started here. Raises :class:`~headrace.base.errors.RunError` if the connection breaks or the run refuses
-    this machine."""
+    """Execute the orders of the run of ``invitation`` until the run ends, a signal arrives or the connection breaks;
+    then end all processes that were started here. Raises :class:`~headrace.base.errors.RunError` if the connection
+    breaks or the run refuses this machine. ``welcome`` is the run's answer to the request to join, and ``say`` is
+    called with lines for the user."""
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
@@ -260,7 +261,7 @@ class _NodeDispatcher:
         run."""
         match message:
             case Do():
-                self.tasks.create_task(self._do(message))
+                self.tasks.create_task(self._carry_out(message))
             case Drop():
                 self.tasks.create_task(self._drop(message.supervisor))
             case JoinRefused():
@@ -286,7 +287,7 @@ class _NodeDispatcher:
         """End all processes that were started here."""
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
-    async def _do(self, order: Do) -> None:
+    async def _carry_out(self, order: Do) -> None:
         """Call the method that ``order`` names of a supervisor of this machine, and send the result or the error to the
         run. A supervisor is created at its first order, and removed when its process has ended."""
         answer: bytes | int | float = b""

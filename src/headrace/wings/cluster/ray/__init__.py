@@ -43,10 +43,10 @@ def _part_devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Dev
     """Return the devices of the engines and of the learner's ranks, by the names that they have in each process on its
     node. Raises :class:`~headrace.base.errors.ConfigError` if Ray is not installed."""
     from headrace.wings.cluster.ray.cluster import refuse_absent
-    from headrace.wings.cluster.ray.fit import devices_of
+    from headrace.wings.cluster.ray.fit import choose_ray_devices
 
     refuse_absent()
-    return devices_of(launch, num_engines, num_ranks)
+    return choose_ray_devices(launch, num_engines, num_ranks)
 
 
 def _num_threads(launch: LaunchConfig, role: str) -> int:

@@ -62,7 +62,7 @@ class Actor:
             if error is None:
                 answer.set_result(reply.result())
             else:
-                answer.set_exception(supervisor_error(error))
+                answer.set_exception(convert_error(error))
                 answer.exception()  # marks the error as retrieved, since the caller may have been cancelled
 
         asyncio.wrap_future(bound.remote(*arguments).future()).add_done_callback(settle)
@@ -86,11 +86,11 @@ async def _refuse_unreachable(address: str) -> None:
         async with asyncio.timeout(REACH_S):
             _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError, OverflowError) as error:
-        raise _no_cluster(address, str(error) or f"nobody has answered for {REACH_S:g} s") from None
+        raise _make_no_cluster_error(address, str(error) or f"nobody has answered for {REACH_S:g} s") from None
     writer.close()
 
 
-def _no_cluster(address: str, why: str) -> ConfigError:
+def _make_no_cluster_error(address: str, why: str) -> ConfigError:
     """Return the error for an ``address`` without a Ray cluster; ``why`` is the reason in words."""
     return ConfigError(
         f"launch.ray.address={address!r} leads to no Ray cluster: {why}",
@@ -99,14 +99,14 @@ def _no_cluster(address: str, why: str) -> ConfigError:
     )
 
 
-def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusable:
+def convert_error(error: BaseException) -> SupervisorLost | SupervisorUnusable:
     """Return the supervisor's error for an error of Ray: :class:`SupervisorUnusable` if the actor could not be created
     or its method has raised an error, and otherwise :class:`SupervisorLost`."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
     if made or "creation task" in str(error):
-        return SupervisorUnusable(_last_line_of(error))
+        return SupervisorUnusable(_get_last_line(error))
     return SupervisorLost(_end_reason(error))
 
 
@@ -118,6 +118,7 @@ class RayReservation:
         """Create the record of the placement group ``group``, whose bundles are in the order of ``parts``."""
         self._group = group
         self._bundle_numbers = {name: place for place, (name, _) in enumerate(parts)}
+        """Number of each part's bundle, by the name of the part."""
 
     def __contains__(self, name: str) -> bool:
         """Return whether the part ``name`` has a bundle."""
@@ -141,6 +142,7 @@ class RayCluster:
         connection, so that :meth:`leave` closes it."""
         self._ours = ours
         self._placement_group: Any = None
+        """Ray's placement group with the reserved resources; ``None`` if nothing is reserved."""
         self._free_before: Mapping[str, float] = {}
         """The free resources when no engine was being started."""
         self._accepted = set[str]()
@@ -163,7 +165,7 @@ class RayCluster:
         try:
             await asyncio.to_thread(ray.init, address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_cluster(address, str(error).partition("\n")[0]) from None
+            raise _make_no_cluster_error(address, str(error).partition("\n")[0]) from None
         finally:
             noisy.setLevel(before)
         return cls(ours=True)
@@ -203,7 +205,7 @@ class RayCluster:
         import ray
 
         self._placement_group = await asyncio.to_thread(
-            ray.util.placement_group, [bundle(share) for _, share in parts], placement.upper()
+            ray.util.placement_group, [make_bundle(share) for _, share in parts], placement.upper()
         )
         clock = RealClock()
         deadline_s = clock.now() + timeout_s
@@ -235,7 +237,7 @@ class RayCluster:
 
         def has_room(free: Mapping[str, float], num: int) -> bool:
             """Return whether ``free`` is enough for ``num`` engines."""
-            return all(free.get(name, 0.0) >= num * amount for name, amount in bundle(share).items())
+            return all(free.get(name, 0.0) >= num * amount for name, amount in make_bundle(share).items())
 
         # nothing tells whether an engine that is starting has its resources: either it has not, or all had them before
         fits = has_room(free, len(names)) or has_room(self._free_before, len(accepted | self._started))
@@ -274,10 +276,11 @@ class RayCluster:
 
     def start_supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
         """Start an actor that will supervise the process ``name``, with the resources ``share``, and return its handle
-        immediately. The actor may still wait for its resources."""
+        immediately. The actor may still wait for its resources. A part with a bundle in ``reservation`` gets its
+        resources from it."""
         import ray
 
-        resources = bundle(share)
+        resources = make_bundle(share)
         options = {
             "num_cpus": resources.pop("CPU", 0),
             "num_gpus": resources.pop("GPU", 0),
@@ -305,10 +308,10 @@ class _NodeSupervisor(ProcessSupervisor):
         super().__init__(own_address())
 
 
-def bundle(share: ResourceShare) -> dict[str, float]:
+def make_bundle(share: ResourceShare) -> dict[str, float]:
     """Return the resources of a part by Ray's names for them; resources with the amount 0 are left out.
 
-    >>> bundle(ResourceShare(cpus=2, memory_gb=1))
+    >>> make_bundle(ResourceShare(cpus=2, memory_gb=1))
     {'CPU': 2.0, 'memory': 1000000000.0}
     """
     named = {"CPU": share.cpus, "GPU": float(share.gpus), "memory": share.memory_gb * GB, **share.resources}
@@ -352,7 +355,7 @@ def _end_reason(error: BaseException) -> str:
     return f"was lost with its actor ({sentence[0].strip() if sentence else text[:200]})"
 
 
-def _last_line_of(error: BaseException) -> str:
+def _get_last_line(error: BaseException) -> str:
     """Return the last line of an error's text, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

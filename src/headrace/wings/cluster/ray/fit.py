@@ -18,8 +18,8 @@ FIRST_GPU = f"{CUDA}:0"
 
 def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for settings of a run that are impossible on a Ray cluster: a
-    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested
-    resources."""
+    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested resources.
+    The parameters are sections of the run file."""
     transport = TRANSPORTS.load(sync.transport)
     if not transport.crosses_machines:
         raise ConfigError(
@@ -40,14 +40,15 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         _refuse_gpu_count(name, share, 1, f"each {name} worker")
 
 
-def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Return the devices of ``num_engines`` engines and ``num_ranks`` ranks of the learner. Only the GPUs that a part
-    has requested from the cluster are visible to it, and torch numbers them from 0."""
-    engine, learner = (_device_of(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
+def choose_ray_devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
+    """Return the devices, with the settings ``launch``, of ``num_engines`` engines and ``num_ranks`` ranks of the
+    learner. Only the GPUs that a part has requested from the cluster are visible to it, and torch numbers them from
+    0."""
+    engine, learner = (_name_device(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 
 
-def _device_of(gpus: int) -> str:
+def _name_device(gpus: int) -> str:
     """Return the device of a part that has requested ``gpus`` GPUs, such as ``cuda:0,1``; the CPU for 0 GPUs."""
     return f"{CUDA}:{','.join(map(str, range(gpus)))}" if gpus else CPU
 

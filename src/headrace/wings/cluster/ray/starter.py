@@ -32,8 +32,8 @@ from headrace.launch.engines import engine_names
 from headrace.launch.order import LaunchOrder
 from headrace.launch.places import teacher_role
 from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start
-from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, in_time
-from headrace.wings.cluster.far.supervisor import NodeQuery, NodeReply, StartOrder, paths_of
+from headrace.wings.cluster.far.process import FarProcess, SupervisorLost, SupervisorUnusable, wait_for_answer
+from headrace.wings.cluster.far.supervisor import NodeQuery, NodeReply, StartOrder, list_required_paths
 from headrace.wings.cluster.ray.cluster import Actor, RayCluster, RayReservation, own_address, refuse_absent
 
 WARN_S = 20.0
@@ -67,20 +67,21 @@ async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
 
 
 def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
-    """Return (name, resources) of each permanent part: the ranks of the learner, and the engines of the policy, of
-    agents and of teachers."""
+    """Return (name, resources) of each permanent part of ``order``: the ranks of the learner, and the engines of the
+    policy, of agents and of teachers."""
     ranks = ["learner", *(f"learner-{rank}" for rank in range(1, len(order.devices.learner)))]
     engines = [
         *engine_names(order.engine.count),
         *(f"agent-{name}" for name in order.agents),
         *map(teacher_role, order.teachers),
     ]
-    return [(name, share_of(name, order.launch.ray)) for name in [*ranks[: len(order.devices.learner)], *engines]]
+    return [(name, find_share(name, order.launch.ray)) for name in [*ranks[: len(order.devices.learner)], *engines]]
 
 
-def share_of(name: str, config: RayConfig) -> ResourceShare:
+def find_share(name: str, config: RayConfig) -> ResourceShare:
     """Return the resources that the part ``name`` requests from the cluster. They are set for the part's role, which is
-    the word before the first dash; engines of agents and of teachers request the resources of an engine."""
+    the word before the first dash; engines of agents and of teachers request the resources of an engine. ``config`` has
+    the resources of each role."""
     role = name.partition("-")[0]
     shares = {"learner": config.learner, "scorer": config.scorer, "environment": config.environment}
     return shares.get(role, config.engine)
@@ -99,6 +100,7 @@ class RayStarter:
         """Address at which the learner's ranks form their process group, on the node of rank 0; empty before rank 0 has
         started."""
         self._waiting_actors: dict[str, Actor] = {}
+        """The actors that were started in advance, by the name of their part."""
         self._starting: set[str] = set()
         """The parts that are being started, and may still wait for a node."""
 
@@ -116,12 +118,13 @@ class RayStarter:
 
     def _actor(self, name: str) -> Actor:
         """Start an actor for the part ``name``, with the resources of its role."""
-        return self._cluster.start_supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
+        return self._cluster.start_supervisor(name, find_share(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process on a node with free resources, and on another node if that node is lost during the start.
-        Return the controller's side of the process's channel, and a handle of the process. Raises
-        :class:`~headrace.base.errors.DeadlineError` if no node has the resources within ``launch.start_timeout_s``."""
+        """Start the process that ``spec`` describes on a node with free resources, and on another node if that node is
+        lost during the start. Return the controller's side of the process's channel, and a handle of the process.
+        ``site`` has the run's token. Raises :class:`~headrace.base.errors.DeadlineError` if no node has the resources
+        within ``launch.start_timeout_s``."""
         self._starting.add(spec.name)
         started = False
         try:
@@ -133,9 +136,9 @@ class RayStarter:
             self._cluster.end_start(spec.name, started=started)
 
     async def _start_on_any_node(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process as :meth:`start` does, with one node after the other."""
+        """Start the process of ``spec`` as :meth:`start` does with ``site``, with one node after the other."""
         timeout_s = self._order.launch.start_timeout_s
-        share = share_of(spec.name, self._order.launch.ray)
+        share = find_share(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
         while True:
             actor = self._waiting_actors.pop(spec.name, None) or self._actor(spec.name)
@@ -144,7 +147,7 @@ class RayStarter:
             except BaseException as error:
                 actor.kill()
                 if isinstance(error, SupervisorUnusable):
-                    raise _start_error(spec.name, error) from None
+                    raise _make_start_error(spec.name, error) from None
                 late = self._clock.now() > deadline_s
                 if isinstance(error, TimeoutError) or (isinstance(error, SupervisorLost) and late):
                     raise DeadlineError(
@@ -159,8 +162,9 @@ class RayStarter:
     async def _start_through(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
     ) -> tuple[Peer, Process]:
-        """Start the process through ``actor`` on the actor's node, and return the controller's side of the process's
-        channel and a handle of the process."""
+        """Start the process that ``spec`` describes through ``actor`` on the actor's node, and return the controller's
+        side of the process's channel and a handle of the process. ``site`` has the run's token, and ``deadline_s`` is
+        the time until which the actor may wait for its resources."""
         found = await self._query_node(actor, spec, deadline_s)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address
@@ -176,7 +180,7 @@ class RayStarter:
                 log=str(site.logs / f"{spec.name}.log") if found.shared else "",
             )
             left_s = max(0.0, deadline_s - self._clock.now())
-            pid = await in_time(actor.call("start", msgspec.json.encode(order)), left_s)
+            pid = await wait_for_answer(actor.call("start", msgspec.json.encode(order)), left_s)
         except BaseException:
             peer.close()
             raise
@@ -186,68 +190,69 @@ class RayStarter:
     async def _query_node(self, actor: Actor, spec: ProcessSpec, deadline_s: float) -> NodeReply:
         """Return the node's reply to the query about the paths of the process and the run directory. Wait for the actor
         until ``deadline_s``, and warn the user once if the wait is longer than :data:`WARN_S` seconds."""
-        query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
+        query = NodeQuery(paths=list_required_paths(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
         reply = actor.call("describe_node", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
         if not reply.done() and self._clock.now() < deadline_s:
-            share = share_of(spec.name, self._order.launch.ray)
+            share = find_share(spec.name, self._order.launch.ray)
             words = (
                 f"{spec.name} ({share}) has waited {WARN_S:g} s for a node, or for its node to start its actor; "
                 f"{await self._cluster.describe_resources()}"
             )
             self._order.on_event(Event(wall_s=0.0, text=words, level="warning"))
         left_s = max(0.0, deadline_s - self._clock.now())
-        return msgspec.json.decode(await in_time(reply, left_s), type=NodeReply)
+        return msgspec.json.decode(await wait_for_answer(reply, left_s), type=NodeReply)
 
     async def _clock_ahead_s(self, actor: Actor, deadline_s: float) -> float:
         """Return the seconds by which the node's monotonic clock is ahead of this machine's clock. The error is at most
         half a round trip."""
         sent_s = self._clock.now()
-        node_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - sent_s)))
+        node_s = float(await wait_for_answer(actor.call("clock_s"), max(0.0, deadline_s - sent_s)))
         return node_s - (sent_s + self._clock.now()) / 2
 
-    async def _with_node_address(self, start: Start, found: NodeReply) -> Start:
-        """Return the settings ``start`` of a process with the addresses of its node: the address at which an engine
-        receives weights, or the addresses at which the learner's ranks connect to each other and to the engines."""
+    async def _with_node_address(self, start: Start, reply: NodeReply) -> Start:
+        """Return the settings ``start`` of a process with the addresses of its node, which are in ``reply``: the
+        address at which an engine receives weights, or the addresses at which the learner's ranks connect to each other
+        and to the engines."""
         if not isinstance(start, EngineStart | LearnerStart):
             return start
-        alone = {node.address for node in await self._cluster.nodes()} == {found.address}
-        route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
+        alone = {node.address for node in await self._cluster.nodes()} == {reply.address}
+        route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else reply.address)
         if isinstance(start, EngineStart):
-            if not found.shared:  # the node does not share the run directory, so it cannot write these files there
+            if not reply.shared:  # the node does not share the run directory, so it cannot write these files there
                 start = msgspec.structs.replace(start, interleaving="", history="")
             return msgspec.structs.replace(start, route=route)
         if start.world > 1:
             if start.rank == 0:
-                self._rendezvous = f"tcp://{found.address}:{found.port}"
-            start = msgspec.structs.replace(start, rendezvous=self._rendezvous, interface=found.interface)
+                self._rendezvous = f"tcp://{reply.address}:{reply.port}"
+            start = msgspec.structs.replace(start, rendezvous=self._rendezvous, interface=reply.interface)
         return msgspec.structs.replace(start, route=route)
 
 
-def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> None:
+def _refuse_node(reply: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the node lacks a path that the process needs, does not share
     the run directory although the process needs it, has another version of Headrace, or has no network interface for
-    the learner's ranks."""
+    the learner's ranks. ``reply`` is the node's answer, ``spec`` describes the process, and ``order`` the run."""
     shared = "put it into a folder that every node sees under the same path, or submit the run with ray job submit "
-    for setting, path in found.missing.items():
+    for setting, path in reply.missing.items():
         raise ConfigError(
-            f"{setting}={path!r} is not on node {found.address}, where {spec.name} is to run",
+            f"{setting}={path!r} is not on node {reply.address}, where {spec.name} is to run",
             remedy=f"{shared}--working-dir",
         )
-    if not found.shared and _needs_run_dir(spec.start, order):
+    if not reply.shared and _needs_run_dir(spec.start, order):
         raise ConfigError(
-            f"run.dir={str(order.run_dir)!r} of node {found.address}, where {spec.name} is to run, is not the one of "
+            f"run.dir={str(order.run_dir)!r} of node {reply.address}, where {spec.name} is to run, is not the one of "
             "this machine",
             remedy="choose a run.dir in a folder that every node sees under the same path: snapshots are written there",
         )
-    if found.headrace != __version__:
+    if reply.headrace != __version__:
         raise ConfigError(
-            f"node {found.address} has headrace {found.headrace}, and this machine has {__version__}",
+            f"node {reply.address} has headrace {reply.headrace}, and this machine has {__version__}",
             remedy="install the same version everywhere",
         )
-    if isinstance(spec.start, LearnerStart) and spec.start.world > 1 and not found.interface:
+    if isinstance(spec.start, LearnerStart) and spec.start.world > 1 and not reply.interface:
         raise ConfigError(
-            f"no network interface of node {found.address} has that address: the learner's ranks could not meet",
+            f"no network interface of node {reply.address} has that address: the learner's ranks could not meet",
             remedy="start the node with ray start --node-ip-address=ADDRESS, one of its own",
         )
 
@@ -260,7 +265,7 @@ def _needs_run_dir(start: Start, order: LaunchOrder) -> bool:
     return isinstance(start, LearnerStart)
 
 
-def _start_error(name: str, error: Any) -> RunError:
+def _make_start_error(name: str, error: Any) -> RunError:
     """Return the error for a process that cannot be started on its node."""
     return RunError(
         f"{name} cannot be started on its node: {error}",

@@ -77,7 +77,7 @@ def build_demo(
     from headrace.models.tiny import make_tiny
 
     run_file = lay_out(directory, seed=seed)
-    cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind=kind, hidden_size=128, num_layers=2))
+    cold = make_tiny(directory / "untrained", _make_tiny_spec(seed, kind=kind, hidden_size=128, num_layers=2))
     warm_start(cold, directory / "model", Demonstrations(pairs=split(seed).warm), seed=seed, progress=progress)
     shutil.rmtree(cold)
     return Demo(directory=directory, run_file=run_file)
@@ -102,27 +102,29 @@ def lay_out(directory: Path, *, seed: int) -> Path:
 
 def write_untrained(directory: Path, *, seed: int) -> Path:
     """Write the demo's model with random weights, without the supervised phase, into ``directory``/model, and return
-    the directory of the model. It is meant for test runs that need not learn anything."""
+    the directory of the model. ``seed`` determines the weights. It is meant for test runs that need not learn
+    anything."""
     from headrace.models.tiny import make_tiny
 
-    return make_tiny(directory / "model", _tiny_spec(seed, kind="dense", hidden_size=128, num_layers=2))
+    return make_tiny(directory / "model", _make_tiny_spec(seed, kind="dense", hidden_size=128, num_layers=2))
 
 
 def build_teacher(directory: Path, *, seed: int) -> Path:
-    """Create a teacher for distillation in ``directory``, and return the directory of its model. The teacher has about
-    three times the size of the demo's model, and is trained on correct answers."""
+    """Create a teacher for distillation in ``directory``, and return the directory of its model. ``seed`` determines
+    its weights and the rows that it is trained on. The teacher has about three times the size of the demo's model, and
+    is trained on correct answers."""
     from headrace.models.tiny import make_tiny
 
-    cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind="dense", hidden_size=192, num_layers=3))
+    cold = make_tiny(directory / "untrained", _make_tiny_spec(seed, kind="dense", hidden_size=192, num_layers=3))
     demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
     warm_start(cold, directory / "teacher", demonstrations, seed=seed, progress=lambda done, total: None)
     shutil.rmtree(cold)
     return directory / "teacher"
 
 
-def _tiny_spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
-    """Return the specification of a small model of a ``kind`` in :data:`KINDS` with the given sizes. ``seed``
-    determines its random initial weights."""
+def _make_tiny_spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
+    """Return the specification of a small model of a ``kind`` in :data:`KINDS` with ``num_layers`` layers of width
+    ``hidden_size``. ``seed`` determines its random initial weights."""
     from headrace.models.tiny import TinySpec
 
     model_type, extra = KINDS[kind]
@@ -184,7 +186,9 @@ def warm_start(
         forgets = rng.random(WARM_BATCH) < demonstrations.careless_frac
         answers = [careless(pair) if forgot else answer(pair) for pair, forgot in zip(chosen, forgets, strict=True)]
         samples = [
-            _demonstration(index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id])
+            _make_demonstration(
+                index, tokenizer.encode(prompt(pair)), [*tokenizer.encode(text), tokenizer.eos_token_id]
+            )
             for index, (pair, text) in enumerate(zip(chosen, answers, strict=True))
         ]
         core.train(Batch.collate(step, samples))
@@ -193,7 +197,7 @@ def warm_start(
     core.save(out)
 
 
-def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
+def _make_demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
     """Return the train sample of one demonstration, with loss only on the tokens of the answer. ``index`` is the
     sample's index in the batch."""
     return TrainSample(

@@ -33,12 +33,13 @@ def prompt(pair: Pair) -> str:
 
 
 def answer(pair: Pair) -> str:
-    """Return the correct answer: the sum in three digits, the least significant digit first."""
+    """Return the correct answer for ``pair``: the sum in three digits, the least significant digit first."""
     return f"{pair[0] + pair[1]:03d}"[::-1]
 
 
 def careless(pair: Pair) -> str:
-    """Return the answer of a careless teacher, who forgets every carry. It is correct for a sum without carries."""
+    """Return the answer for ``pair`` of a careless teacher, who forgets every carry. It is correct for a sum without
+    carries."""
     a, b = pair
     return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
 

@@ -37,8 +37,8 @@ from headrace.wings.sandboxes.base import (
     SandboxSnapshot,
     SandboxSpec,
     SessionEnded,
+    make_unusable_snapshot_error,
     refuse_invalid,
-    unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
 from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_open_files
@@ -53,9 +53,9 @@ killed."""
 BUFFER_BYTES = 1 << 20
 """The size of the buffers between a session and this process, in bytes."""
 MAX_LAYERS = 200
-"""The greatest number of layers of a session, one for each snapshot in its history: the kernel's mount options have at
+"""The largest number of layers of a session, one for each snapshot in its history: the kernel's mount options have at
 most one page of memory."""
-OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
+PROCESS_LIMITS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
 """The limits that the kernel enforces for each process; one command may have its own."""
 NOT_COPIED = ("/proc", "/.headrace")
 """Paths that a copy of the files excludes, because every session has its own."""
@@ -71,13 +71,17 @@ class LocalDriver(SandboxDriver):
     serves_forwards = True
 
     def __init__(self, kind: str, control: socket.socket, process: Process, readable: list[str]) -> None:
-        """Connect to the host process ``process`` through the socket ``control``."""
+        """Create the driver of ``kind``, connected to the host process ``process`` through the socket ``control``.
+        Sessions can read the paths ``readable``."""
         self.kind = kind
         self._control = control
         self._process = process
         self._numbers = count()
+        """Numbers the stores of this driver's sessions."""
         self._uses: Counter[str] = Counter()
+        """Number of sessions and snapshots that use each store."""
         self._sessions: set[LocalSession] = set()
+        """The running sessions."""
         self.readable = readable
         """The paths of this machine that sessions can read."""
         self.fixed: list[str] = []
@@ -141,8 +145,8 @@ class LocalDriver(SandboxDriver):
         """Start a session that continues from a snapshot of this driver."""
         self.refuse_closed()
         if snapshot.released:
-            raise unusable_snapshot()
-        files = self._files_of(snapshot)
+            raise make_unusable_snapshot_error()
+        files = self._get_files(snapshot)
         layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
         session = await self._begin(snapshot.spec, layers, files.user)
         if isinstance(files, CopiedFiles):
@@ -157,19 +161,19 @@ class LocalDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Free the files of a snapshot; layers that a fork uses are freed after the fork."""
         if not snapshot.released:
-            files = self._files_of(snapshot)
+            files = self._get_files(snapshot)
             snapshot.released = True
             if isinstance(files, LayerFiles):
                 await self.drop(files.layers)
             else:
                 files.close()
 
-    def _files_of(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
+    def _get_files(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
         """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
         driver, whose layers have the same names."""
         files = snapshot.files
         if not isinstance(files, LayerFiles | CopiedFiles) or files.driver is not self:
-            raise unusable_snapshot()
+            raise make_unusable_snapshot_error()
         return files
 
     async def close(self) -> None:
@@ -255,17 +259,22 @@ class LocalSession(SandboxSession):
     """A session on this machine, connected to its supervisor."""
 
     def __init__(self, driver: LocalDriver, spec: SandboxSpec, layers: list[str], user: int) -> None:
-        """Describe a session of ``driver`` on ``layers``, whose files the user id ``user`` owns; 0: the host chooses a
-        user."""
+        """Create a session of ``driver`` with the settings ``spec`` on ``layers``, whose files the user id ``user``
+        owns; 0: the host chooses a user."""
         super().__init__(spec)
         self._driver = driver
         self._layers = layers
         self._user = user
         self._until_s = RealClock().now() + spec.life_s
+        """Time at which the session's lifetime is over."""
         self._reader: asyncio.StreamReader | None = None
+        """Reads the supervisor's frames; ``None`` while no supervisor runs."""
         self._writer: asyncio.StreamWriter | None = None
+        """Writes frames to the supervisor; ``None`` while no supervisor runs."""
         self._descriptors: socket.socket | None = None
+        """The socket that passes file descriptors to the supervisor; ``None`` while none runs."""
         self._forwards: list[PortForward] = []
+        """The forwards of the session's ports."""
 
     async def connect(self) -> None:
         """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`
@@ -278,16 +287,16 @@ class LocalSession(SandboxSession):
         try:
             channel, self._descriptors = await self._driver.start_supervisor(order)
         except OSError as error:
-            raise self._cannot_start(str(error)) from None
+            raise self._make_start_error(str(error)) from None
         self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
         record, _ = await self._answer(STARTED_S)
         if "error" in record:
             self.lose(record["error"])
-            raise self._cannot_start(record["error"])
+            raise self._make_start_error(record["error"])
         self._forwards = await serve_forwards(self._descriptors, list(self.spec.forwards.values()))
         self._user, self.missing = record["user"], record["missing"]
 
-    def _cannot_start(self, problem: str) -> EpisodeError:
+    def _make_start_error(self, problem: str) -> EpisodeError:
         """Return the error for a session that cannot start because of ``problem``."""
         return EpisodeError(
             f"a session of kind {self._driver.kind!r} cannot start: {problem}",
@@ -303,18 +312,20 @@ class LocalSession(SandboxSession):
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run a program in the session, as the contract says."""
+        """Run the program ``argv`` in the session, with the parameters ``stdin``, ``directory``, ``variables`` and
+        ``limits`` of :meth:`~headrace.wings.sandboxes.base.SandboxSession.execute`."""
         order = {"argv": list(argv), "env": dict(variables), "cwd": directory}
         return await self._carry_out(order, limits, data=stdin)
 
     async def _carry_out(
         self, order: dict[str, Any], limits: SandboxLimits, *, data: bytes = b"", file: IO[bytes] | None = None
     ) -> Execution:
-        """Run a program that ``order`` describes, with ``data`` as its standard input, and return its result. If
-        ``file`` is given, it replaces the stream with the number ``order["file"]``: 0 (input) or 1 (output)."""
+        """Run a program that ``order`` describes, with ``data`` as its standard input and the given ``limits``, and
+        return its result. If ``file`` is given, it replaces the stream with the number ``order["file"]``: 0 (input) or
+        1 (output)."""
         order = {
             **order, "do": "run", "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
-            "limits": {name: getattr(limits, name) for name in OF_A_PROCESS},
+            "limits": {name: getattr(limits, name) for name in PROCESS_LIMITS},
         }  # fmt: skip
         record, data = await self._call(order, data, limits.wall_s + GRACE_S, file)
         outputs, start = [], 0
@@ -342,7 +353,7 @@ class LocalSession(SandboxSession):
         """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another
         supervisor on a new layer. Raises :class:`~headrace.base.errors.EpisodeError` at :data:`MAX_LAYERS` layers."""
         if not self._driver.overlays:
-            return await self._copied_files()
+            return await self._copy_files()
         if len(self._layers) >= MAX_LAYERS:
             raise EpisodeError(
                 f"a line of {MAX_LAYERS} snapshots is as long as the kernel can carry",
@@ -357,7 +368,7 @@ class LocalSession(SandboxSession):
         self._layers.append(f"{store}/{number}")
         return files
 
-    async def _copied_files(self) -> CopiedFiles:
+    async def _copy_files(self) -> CopiedFiles:
         """Return a copy of the session's own files, without the files that every session has. Raises
         :class:`~headrace.base.errors.EpisodeError` if they cannot be copied."""
         without = [f"--exclude=.{path}" for path in (*NOT_COPIED, *self._driver.fixed, *self._driver.readable)]
@@ -441,10 +452,10 @@ class LocalSession(SandboxSession):
             self._writer = None
 
     async def _call(
-        self, order: dict[str, Any], data: bytes, within_s: float, file: IO[bytes] | None = None
+        self, order: dict[str, Any], data: bytes, timeout_s: float, file: IO[bytes] | None = None
     ) -> tuple[dict[str, Any], bytes]:
         """Send ``order`` to the supervisor, with ``data`` and the descriptor of ``file``, and return the record and the
-        bytes of its answer. Kill the session if no answer arrives within ``within_s`` seconds, or if the call is
+        bytes of its answer. Kill the session if no answer arrives within ``timeout_s`` seconds, or if the call is
         cancelled. Raises :class:`SessionEnded` if the session has ended."""
         try:
             if self._writer is None:  # after a snapshot
@@ -454,7 +465,7 @@ class LocalSession(SandboxSession):
             if file is not None:
                 socket.send_fds(self._descriptors, [b"+"], [file.fileno()])
             self._writer.write(frames.pack_frame(order, data))
-            record, more = await self._answer(within_s)
+            record, more = await self._answer(timeout_s)
         except asyncio.CancelledError:
             await self._give_up("a call was cancelled")
             raise
@@ -473,17 +484,17 @@ class LocalSession(SandboxSession):
             self.lose(error.problem)
             self.refuse_ended()
 
-    async def _answer(self, within_s: float) -> tuple[dict[str, Any], bytes]:
+    async def _answer(self, timeout_s: float) -> tuple[dict[str, Any], bytes]:
         """Return the record and the bytes of the supervisor's next frame. Raises :class:`SessionEnded` if none arrives
-        within ``within_s`` seconds."""
+        within ``timeout_s`` seconds."""
         assert self._reader is not None
         try:
-            async with asyncio.timeout(within_s):
+            async with asyncio.timeout(timeout_s):
                 sizes = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
                 text, data = await self._reader.readexactly(sizes[0]), await self._reader.readexactly(sizes[1])
             return json.loads(text), data
         except TimeoutError:
-            await self._give_up(f"it did not answer within {within_s:g} s")
+            await self._give_up(f"it did not answer within {timeout_s:g} s")
         except (asyncio.IncompleteReadError, OSError):
             await self._give_up("its processes were killed")
         self.refuse_ended()

@@ -28,7 +28,7 @@ class LayerFiles:
     """The files of a snapshot as overlay layers, to which nothing is written any more."""
 
     def __init__(self, driver: SandboxDriver, layers: list[str], user: int) -> None:
-        """Describe ``layers`` of ``driver``, lowest first, whose files the user id ``user`` owns."""
+        """Create the record of ``layers`` of ``driver``, lowest first, whose files the user id ``user`` owns."""
         self.driver = driver
         self.layers = layers
         self.user = user
@@ -45,16 +45,19 @@ class CopiedFiles:
         self.driver = driver
         try:
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
+            """The archive, a file without a name."""
         except OSError as error:
-            raise _no_copy(str(error.strerror)) from None
+            raise _make_no_copy_error(str(error.strerror)) from None
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if most != resource.RLIM_INFINITY and self._file.fileno() > most - LEFT_OPEN:
             self._file.close()
-            raise _no_copy(f"{most} files are the most that this process may have open, and snapshots have all but "
-                           f"{LEFT_OPEN} of them")  # fmt: skip
+            raise _make_no_copy_error(
+                f"{most} files are the most that this process may have open, and snapshots have all but "
+                f"{LEFT_OPEN} of them"
+            )
 
     def open_archive(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
-        """Return a new file object of the archive, with a position of its own."""
+        """Return a new file object of the archive, opened with ``mode``, with a position of its own."""
         return open(f"/proc/self/fd/{self._file.fileno()}", mode)
 
     def close(self) -> None:
@@ -62,7 +65,7 @@ class CopiedFiles:
         self._file.close()
 
 
-def _no_copy(problem: str) -> EpisodeError:
+def _make_no_copy_error(problem: str) -> EpisodeError:
     """Return the error for a copy of files that cannot be stored because of ``problem``."""
     return EpisodeError(
         f"the files of a session cannot be copied: {problem}",

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MOST_CONNECTIONS = 64
-"""The greatest number of connections of one port at a time; further connections are closed."""
+"""The largest number of connections of one port at a time; further connections are closed."""
 CHUNK_BYTES = 1 << 16
-"""The greatest number of bytes of one read."""
+"""The largest number of bytes of one read."""
 CONNECTED_S = 10.0
 """The longest time to connect to the address outside, in seconds."""
 
@@ -22,11 +22,13 @@ class PortForward:
     """The forward of one port of a session, and its open connections."""
 
     def __init__(self, address: str) -> None:
-        """Forward connections to ``address``: HOST:PORT."""
+        """Create a forward of connections to ``address`` (HOST:PORT)."""
         host, _, port = address.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._server: asyncio.Server | None = None
+        """The server that accepts connections; ``None`` before :meth:`serve`."""
         self._connections: set[asyncio.Task[None]] = set()
+        """The tasks that forward the open connections."""
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept connections on ``listener``, which :meth:`close` closes."""

@@ -15,17 +15,17 @@ HEADER = struct.Struct(">II")
 
 
 def pack_frame(record: Record, data: bytes = b"") -> bytes:
-    """Return one frame with a record and its bytes."""
+    """Return one frame with ``record`` and its bytes ``data``."""
     text = json.dumps(record).encode()
     return HEADER.pack(len(text), len(data)) + text + data
 
 
-def unpack(received: bytearray) -> tuple[Record, bytes] | None:
+def unpack_frame(received: bytearray) -> tuple[Record, bytes] | None:
     """Remove the first frame from the buffer ``received``, and return its record and its bytes; ``None`` if the frame
     is not complete yet.
 
     >>> received = bytearray(pack_frame({"do": "run"}, b"in") + b"..")
-    >>> unpack(received), bytes(received)
+    >>> unpack_frame(received), bytes(received)
     (({'do': 'run'}, b'in'), b'..')
     """
     if len(received) < HEADER.size:

@@ -59,9 +59,11 @@ class SandboxHost:
         self.missing: dict[str, str] = {}
         """The guards that the kernel refuses, each with the reason."""
         self._layers: root.Layers | None = None
+        """The files of all sessions; ``None`` before :meth:`prepare`."""
         self._running: dict[int, tuple[str, int]] = {}
         """The running sessions, as session name and supervisor process id by process file descriptor."""
         self._poll = select.poll()
+        """Waits for messages of the client and for the end of supervisors."""
 
     def prepare(self) -> None:
         """Test which guards the kernel offers, and mount the files. Raises ``OSError`` if sessions are impossible
@@ -180,7 +182,8 @@ class SandboxHost:
         layers.add_layer(order["layers"][-1], bare=bool(self._bwrap))
 
     def _supervise(self, order: Order, channel: socket.socket) -> None:
-        """Supervise a session until it ends; this runs in the forked supervisor process."""
+        """Supervise the session that ``order`` describes, for the client at the other end of ``channel``, until it
+        ends; this runs in the forked supervisor process."""
         order["user"] = order["user"] or (FIRST_USER + os.getpid() % USERS if os.getuid() == 0 else os.getuid())
         session = supervisor.SessionSupervisor({**order, "programs_before": 1 if self._bwrap else 0}, channel)
         if self._bwrap:
@@ -202,18 +205,19 @@ class SandboxHost:
         session.supervise()
 
     def _be_init(self, order: Order, control: socket.socket) -> None:
-        """Run as the first process of a session whose sandbox this program makes."""
+        """Run as the first process of the session that ``order`` describes, whose sandbox this program makes.
+        ``control`` leads to the supervisor."""
         assert self._layers is not None
         os.setsid()
         _silence()
         processes.raise_priority()
         if not self._layers.overlays and order["user"] != os.getuid():
             self._layers.give(order["layers"][-1], order["user"])
-        self._layers.enter(order["layers"], init.names(order["user"]))
+        self._layers.enter(order["layers"], init.make_name_files(order["user"]))
         kernel.hide_memory()
         limits = dict(order["limits"])
         missing = dict(self.missing)
-        if _bound_numbers(limits["processes"]):
+        if _limit_processes(limits["processes"]):
             limits["processes"] = NUMBERS  # RLIMIT_NPROC counts the processes of all sessions of one user
         elif os.getuid() != 0 or len(order["layers"]) > 1:
             missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
@@ -237,7 +241,7 @@ class SandboxHost:
             _become(order["user"])
         control.set_inheritable(True)
         os.set_inheritable(order["way"], True)
-        names = {name: _file_of(text) for name, text in init.names(order["user"]).items()}
+        names = {name: _make_memory_file(text) for name, text in init.make_name_files(order["user"]).items()}
         words = [*self._bubblewrap(["--bind", files, "/"], names), f"{root.PROGRAM}/local/init.py"]
         os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
@@ -287,7 +291,7 @@ def _use_rights() -> None:
     _become(FIRST_USER)
 
 
-def _file_of(text: str) -> int:
+def _make_memory_file(text: str) -> int:
     """Return the descriptor of an anonymous file with the content ``text``, which child processes inherit."""
     descriptor = os.memfd_create("file", 0)
     os.write(descriptor, text.encode())
@@ -302,11 +306,11 @@ def _silence() -> None:
         os.dup2(null, descriptor)
 
 
-def _bound_numbers(most: int) -> bool:
-    """Limit the number of processes in this namespace to ``most``, and return whether the kernel has accepted the
+def _limit_processes(limit: int) -> bool:
+    """Limit the number of processes in this namespace to ``limit``, and return whether the kernel has accepted the
     limit."""
     before = _pid_max()
-    processes.limit_process_ids(most)
+    processes.limit_process_ids(limit)
     return _pid_max() != before
 
 
@@ -336,8 +340,8 @@ def _try_lock(order: Order) -> dict[str, str]:
 
 
 def main(control: socket.socket, order: Order) -> None:
-    """Host sessions until the client closes ``control``. The first message to the client contains the missing
-    guards, or the error if sessions are impossible."""
+    """Host sessions with the settings ``order`` until the client closes ``control``. The first message to the client
+    contains the missing guards, or the error if sessions are impossible."""
     os.umask(0o022)
     control.set_inheritable(False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -32,11 +32,11 @@ else:  # imports only from the folders of the two sandboxes, to start in millise
     import loopback
 
 MESSAGE_BYTES = 1 << 16
-"""The greatest length of a supervisor's message in bytes."""
+"""The maximum length of a supervisor's message in bytes."""
 STATE_FD = 99
 """The file descriptor of the state pipe, to which a shell writes its directory and its variables when it ends."""
 ROUNDS, ROUND_S = 2000, 0.003
-"""The greatest number of rounds in which processes are killed, and the time between two rounds in seconds."""
+"""The largest number of rounds in which processes are killed, and the time between two rounds in seconds."""
 MOST_NEW = 20
 """The number of rounds with new processes after which all processes of the session are killed at once."""
 NOT_STARTED = 127
@@ -47,7 +47,8 @@ class Init:
     """The first process of a session. Its children are the session's commands, and orphans of theirs."""
 
     def __init__(self, control: socket.socket, isolation: jail.Jail) -> None:
-        """Serve the supervisor at the other end of ``control``. ``isolation`` is applied to each command."""
+        """Create the process object, which serves the supervisor at the other end of ``control``. ``isolation`` is
+        applied to each command."""
         self._control = control
         self._isolation = isolation
         self._command = 0
@@ -83,22 +84,22 @@ class Init:
             os.set_inheritable(descriptor, False)
         message = json.loads(data)
         if message["do"] == "count":
-            self.tell({"processes": len(present())})
+            self.tell({"processes": len(list_processes())})
             return True
         if message["do"] == "end":
             number = self._end(self._before if message["since"] else set())
             self.tell({"gone": number, "whose": message["whose"]})
             return True
-        self._before = present()
+        self._before = list_processes()
         body, *streams = descriptors
-        self._command = self._begin(_content(body), streams)
+        self._command = self._begin(_read_message(body), streams)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
 
     def _begin(self, message: dict[str, Any], descriptors: list[int]) -> int:
-        """Start a command, whose input, output, error and state streams are ``descriptors``, and return its process
-        id."""
+        """Start the command that ``message`` describes, whose input, output, error and state streams are
+        ``descriptors``, and return its process id."""
         pid = os.fork()
         if pid:
             return pid
@@ -123,11 +124,11 @@ class Init:
     def _end(self, spared: set[int]) -> int:
         """Kill all processes except those in ``spared``, and return their number at the start. If new processes
         appear in more than :data:`MOST_NEW` rounds, kill the spared processes too."""
-        number = len(present() - spared)
+        number = len(list_processes() - spared)
         known_pids: set[int] = set()
         times_new = 0
         for _ in range(ROUNDS):
-            left = present() - spared
+            left = list_processes() - spared
             if not left:
                 break
             times_new += not left <= known_pids
@@ -162,7 +163,7 @@ class Init:
             self._control.send(json.dumps(record).encode())
 
 
-def _content(descriptor: int) -> dict[str, Any]:
+def _read_message(descriptor: int) -> dict[str, Any]:
     """Return the message that the supervisor has written to the anonymous file ``descriptor``."""
     parts: list[bytes] = []
     while part := os.pread(descriptor, 1 << 20, sum(map(len, parts))):
@@ -183,7 +184,7 @@ def enter_directory(path: str) -> None:
             path = os.path.dirname(path)
 
 
-def names(user: int) -> dict[str, str]:
+def make_name_files(user: int) -> dict[str, str]:
     """Return the files of /etc in which programs look up the name of the session's user and of 127.0.0.1, as content by
     name."""
     return {
@@ -193,7 +194,7 @@ def names(user: int) -> dict[str, str]:
     }
 
 
-def present() -> set[int]:
+def list_processes() -> set[int]:
     """Return the process ids of the session without its first process."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
 

@@ -56,6 +56,7 @@ class Layers:
         """Folders of the skeleton with mount points in them. They are mounted read-only, because the session's user may
         own them; no process in the session can move a mount."""
         self._programs: list[str] = []
+        """Paths of the folders that bubblewrap binds in every session, such as that of its first process's program."""
         self.overlays = True
         """Whether the root of a session is an overlay; if not, each session has one layer, which contains a copy of the
         skeleton."""
@@ -67,7 +68,7 @@ class Layers:
         """Write the folders and files that every session has, and the mount points of the readable paths, below the
         folder ``root``."""
         for path in self.readable:
-            _make_place(path, root + path)
+            _make_mount_point(path, root + path)
         for folder in ("/dev", "/proc", "/etc", "/tmp"):
             os.makedirs(root + folder, exist_ok=True)
         for name in jail.DEVICES:
@@ -190,16 +191,16 @@ def _free_place(readable: list[str]) -> str:
     raise OSError(f"none of {', '.join(PLACES)} is free for the files of sessions")
 
 
-def _make_place(path: str, place: str) -> None:
-    """Make the mount point ``place`` in the skeleton for ``path`` of the machine. A symbolic link is copied if
+def _make_mount_point(path: str, mount_point: str) -> None:
+    """Make the mount point ``mount_point`` in the skeleton for ``path`` of the machine. A symbolic link is copied if
     :func:`_stays_link`."""
-    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.makedirs(os.path.dirname(mount_point), exist_ok=True)
     if _stays_link(path):
-        os.symlink(os.readlink(path), place)
+        os.symlink(os.readlink(path), mount_point)
     elif os.path.isdir(path):
-        os.makedirs(place, exist_ok=True)
+        os.makedirs(mount_point, exist_ok=True)
     else:
-        _touch(place)
+        _touch(mount_point)
 
 
 def _outermost(path: str) -> str:
@@ -258,7 +259,7 @@ def probe_overlay(layers: Layers) -> None:
 
 
 def _check_overlay(layers: Layers) -> None:
-    """Run the check of :func:`probe_overlay` in a child process, and raise its error as ``OSError``."""
+    """Run the check of :func:`probe_overlay` on ``layers`` in a child process, and raise its error as ``OSError``."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:

@@ -36,11 +36,11 @@ POLL_MS = 30
 IDLE_MS = 1000
 """The interval in milliseconds at which a session without processes checks its deadline."""
 CHUNK_BYTES = 1 << 20
-"""The greatest number of bytes of one read or write, and the size of large pipes and of socket buffers."""
+"""The largest number of bytes of one read or write, and the size of large pipes and of socket buffers."""
 SMALL_BYTES = 1 << 16
 """The kernel's default size of a pipe in bytes; larger contents get a larger pipe."""
 STATE_BYTES = 1 << 20
-"""The greatest number of bytes that are read from a shell's state pipe."""
+"""The largest number of bytes that are read from a shell's state pipe."""
 SEND_S = 30
 """The timeout of sending a result to a client that does not read it, in seconds."""
 Order = dict[str, Any]
@@ -50,16 +50,18 @@ class RunningCommand:
     """A running command, with the unwritten part of its input and the outputs that were read so far."""
 
     def __init__(self, order: Order, data: bytes, file: int) -> None:
-        """Open the pipes of a command, whose standard input is ``data``. ``file`` is a file descriptor that replaces
-        its stream ``order["file"]``, an input or an output; -1: no file."""
+        """Open the pipes of the command that ``order`` describes, whose standard input is ``data``. ``file`` is a file
+        descriptor that replaces its stream ``order["file"]``, an input or an output; -1: no file."""
         self.order = order
-        self.ended: Order = {}
+        self.ended: frames.Record = {}
         """The record that says how the program ended; empty while it runs."""
         self.reason = ""
         """The limit for which the command is killed, as a value of ``Reason``; empty if it exceeded none."""
         self.until_s = now_s() + order["wall_s"]
         self._file = file
+        """The file descriptor that replaces a stream of the command; -1 for none."""
         self._unsent = memoryview(data)
+        """The part of the input that was not written yet."""
         self._input, *self._outputs = (os.pipe() for _ in range(4))
         self.output = {read_end: bytearray() for read_end, _ in self._outputs}
         """The bytes read from standard output, standard error and the state pipe, in this order, by file descriptor."""
@@ -71,11 +73,11 @@ class RunningCommand:
         for descriptor in (self.input, *self.output):
             os.set_blocking(descriptor, False)
 
-    def pass_ends(self, control: socket.socket, message: Order, user: int) -> None:
-        """Send the message that starts the command to the first process, with the command's ends of the pipes, which
-        are then closed here. ``user`` becomes their owner, so that the command can open them by their names in /dev.
-        The message is passed in an anonymous file, because a socket message is limited to a few hundred thousand
-        bytes."""
+    def pass_ends(self, control: socket.socket, message: dict[str, Any], user: int) -> None:
+        """Send through ``control`` the message that starts the command to the first process, with the command's ends of
+        the pipes, which are then closed here. ``user`` becomes their owner, so that the command can open them by their
+        names in /dev. The message is passed in an anonymous file, because a socket message is limited to a few hundred
+        thousand bytes."""
         ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
         for end in ends if user != os.getuid() else ():
             os.fchown(end, user, user)
@@ -105,8 +107,8 @@ class RunningCommand:
         self.input = -1
 
     def read(self, descriptor: int) -> bool:
-        """Read the available bytes of one output. Return whether the pipe is still open. Output beyond the limit sets
-        :attr:`reason`."""
+        """Read the available bytes of the output with the file ``descriptor``. Return whether the pipe is still open.
+        Output beyond the limit sets :attr:`reason`."""
         kept = self.output[descriptor]
         *_, state = self.output
         limit = STATE_BYTES if descriptor == state else self.order["output_bytes"]
@@ -130,19 +132,27 @@ class SessionSupervisor:
     """The supervisor of one session, from the start of its first process to the end of its last process."""
 
     def __init__(self, order: Order, channel: socket.socket) -> None:
-        """Supervise the session that ``order`` describes, for the client at the other end of ``channel``."""
+        """Create the supervisor of the session that ``order`` describes, for the client at the other end of
+        ``channel``."""
         self.order = order
         self._channel = channel
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._descriptors = socket.socket(fileno=os.dup(order["way"]))
+        """The socket through which the client sends and receives file descriptors."""
         self._received = bytearray()
+        """Bytes from the client that are not a complete frame yet."""
         self._command: RunningCommand | None = None
+        """The running command; ``None`` if there is none."""
         self._until_s = now_s() + order["life_s"]
+        """Time at which the session's lifetime is over."""
         self._control, self._other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._init_pid = 0
+        """Process id of the first process; 0 before its start."""
         self._poll = select.poll()
+        """Waits for events of the client, the first process and the command."""
         self._checked_s = 0.0
+        """Time of the last check of the limits."""
         self._ending = False
         """Whether the order to kill processes that exceed a limit was sent and not answered yet."""
 
@@ -173,25 +183,26 @@ class SessionSupervisor:
         """Serve the client until it closes the channel, the lifetime is over, or the first process ends. Then end all
         processes of the session."""
         processes.raise_priority()
-        ended = os.pidfd_open(self._init_pid)
-        for descriptor in (ended, self._channel.fileno(), self._control.fileno()):
+        init_fd = os.pidfd_open(self._init_pid)
+        for descriptor in (init_fd, self._channel.fileno(), self._control.fileno()):
             self._poll.register(descriptor, select.POLLIN)
         reason = ""
         try:
             while not reason:
-                reason = self._turn(ended)
+                reason = self._handle_event(init_fd)
         finally:
             processes.kill_all(self._init_pid)
         self._send({"ended": reason})
 
-    def _turn(self, ended: int) -> str:
-        """Wait for one event or the next check of the limits, and handle it. ``ended`` is the process file descriptor
-        of the first process. Return why the session ends; empty if it continues."""
+    def _handle_event(self, init_fd: int) -> str:
+        """Wait for one event or the next check of the limits, and handle it. ``init_fd`` is the process file descriptor
+        of the first process, which is ready when that process has ended. Return why the session ends; empty if it
+        continues."""
         ready = {descriptor for descriptor, _ in self._poll.poll(self._wait_ms())}
         if self._control.fileno() in ready:
             with contextlib.suppress(OSError):
                 self._handle_record(json.loads(self._control.recv(CHUNK_BYTES) or b"{}"))
-        if ended in ready:
+        if init_fd in ready:
             return "its first process has ended"
         if now_s() >= self._until_s:
             return "deadline"
@@ -210,7 +221,7 @@ class SessionSupervisor:
         left_s = (self._until_s if self._command is None else min(self._until_s, self._command.until_s)) - now_s()
         return max(0, min(POLL_MS if busy else IDLE_MS, int(left_s * 1000) + 1))
 
-    def _handle_record(self, record: Order) -> None:
+    def _handle_record(self, record: frames.Record) -> None:
         """Handle a message of the first process: it is ready or could not start, the command has ended, or the
         processes that exceeded a limit were killed."""
         command = self._command
@@ -234,7 +245,7 @@ class SessionSupervisor:
         except OSError:
             return False
         self._received += data
-        while (frame := frames.unpack(self._received)) is not None:
+        while (frame := frames.unpack_frame(self._received)) is not None:
             record, more = frame
             if record["do"] == "run":
                 self._run(record, more)
@@ -300,7 +311,7 @@ class SessionSupervisor:
             self._ending = True
             self._tell_init({"do": "end", "since": since, "whose": "limit"})
 
-    def _tell_init(self, message: Order) -> None:
+    def _tell_init(self, message: dict[str, Any]) -> None:
         """Send a message to the first process. An error is ignored: if that process has ended, the session ends too."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(message).encode())
@@ -319,9 +330,9 @@ class SessionSupervisor:
         record = {"result": command.ended, "reason": command.reason, "sizes": [len(output) for output in outputs]}
         self._send(record, b"".join(outputs))
 
-    def _send(self, record: Order, data: bytes = b"") -> None:
-        """Send a frame to the client. An error is ignored, because a client that has closed the channel needs no
-        frame."""
+    def _send(self, record: frames.Record, data: bytes = b"") -> None:
+        """Send the client one frame with ``record``, a JSON object, and the bytes ``data`` that belong to it. An error
+        is ignored, because a client that has closed the channel needs no frame."""
         with contextlib.suppress(OSError):
             self._channel.sendall(frames.pack_frame(record, data))
 

@@ -26,9 +26,9 @@ T = TypeVar("T")
 HEARTBEAT_S = 30.0
 """The interval of the heartbeat of a silent WebSocket, in seconds."""
 FRAME_BYTES = 32 << 10
-"""The greatest number of bytes of one WebSocket message."""
+"""The largest number of bytes of one WebSocket message."""
 LINE_BYTES = 1 << 20
-"""The greatest length of a line from the server in bytes."""
+"""The maximum length of a line from the server in bytes."""
 LOOK_S = 2
 """The length of one watch of a job's pods, in seconds."""
 _STDIN, _STDOUT, _STDERR, _STATUS = range(4)
@@ -38,7 +38,8 @@ class ClusterRefusal(EnvError):
     """The error of a call that the cluster refused or that did not reach it."""
 
     def __init__(self, problem: str, *, remedy: str, status: int = 0) -> None:
-        """``status`` is the HTTP status; 0 if there was no answer."""
+        """Create the error with the text ``problem`` and ``remedy``. ``status`` is the HTTP status; 0 if there was no
+        answer."""
         super().__init__(problem, remedy=remedy)
         self.status = status
 
@@ -46,29 +47,36 @@ class ClusterRefusal(EnvError):
 class KubernetesCluster:
     """A client of one namespace of a cluster. Create it with :meth:`open`, and call :meth:`close` at the end."""
 
-    def __init__(self, found: Any, namespace: str, call_s: float) -> None:
-        """Describe a client of the cluster of the configuration ``found``. Each call may take ``call_s`` seconds."""
-        self.host = str(found.host)
+    def __init__(self, configuration: Any, namespace: str, call_s: float) -> None:
+        """Create a client of ``namespace`` in the cluster of ``configuration``. Each call may take ``call_s``
+        seconds."""
+        self.host = str(configuration.host)
         self.namespace = namespace
         self._call_s = call_s
-        self._api = client.ApiClient(found)
-        self._streams = stream.WsApiClient(found, heartbeat=HEARTBEAT_S)
+        self._api = client.ApiClient(configuration)
+        """The connection of all calls."""
+        self._streams = stream.WsApiClient(configuration, heartbeat=HEARTBEAT_S)
+        """The connection of commands in pods."""
         self._core = client.CoreV1Api(self._api)
+        """The calls for pods and events."""
         self._jobs = client.BatchV1Api(self._api)
+        """The calls for jobs."""
         self._policies = client.NetworkingV1Api(self._api)
+        """The calls for network policies."""
 
     @classmethod
     async def open(cls, kubeconfig: str, context: str, namespace: str, call_s: float) -> KubernetesCluster:
         """Return a client with the configuration in the file ``kubeconfig``. If that is empty, use the default file, or
         the service account of a pod in the cluster. Raises :class:`~headrace.base.errors.EnvError` if there is no
-        configuration."""
+        configuration. ``context`` is the context in that file, ``namespace`` the namespace of all calls, and ``call_s``
+        the longest time of a call in seconds."""
         found = client.Configuration()
         usual = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")[0]
         try:
-            if not kubeconfig and not _full(usual).exists():
+            if not kubeconfig and not _expand_home(usual).exists():
                 config.load_incluster_config(found)
             else:
-                path = str(_full(kubeconfig or usual))
+                path = str(_expand_home(kubeconfig or usual))
                 loader = await config.load_kube_config(path, context or None, found, persist_config=False)
                 namespace = namespace or str(loader.current_context["context"].get("namespace") or "")
         except (config.ConfigException, OSError, YAMLError) as error:
@@ -103,7 +111,7 @@ class KubernetesCluster:
         await self._call("create a job", self._jobs.create_namespaced_job(self.namespace, body))
 
     async def delete_job(self, name: str) -> None:
-        """Delete a job and its pods at once. Do nothing if the job does not exist."""
+        """Delete the job ``name`` and its pods at once. Do nothing if the job does not exist."""
         try:
             await self._call(
                 "delete a job",
@@ -182,18 +190,18 @@ class KubernetesCluster:
         try:
             yield
         except client.ApiException as error:
-            words, remedy = _words(error), "look at the quotas and events of the namespace"
+            words, remedy = _get_message(error), "look at the quotas and events of the namespace"
             if error.status in (401, 403):
                 remedy = "give this user the rights that docs/sandboxes.md lists"
-            raise self._refusal(what, f"{error.status} {words}", remedy, int(error.status or 0)) from None
+            raise self._make_refusal(what, f"{error.status} {words}", remedy, int(error.status or 0)) from None
         except aiohttp.WSServerHandshakeError as error:
-            raise self._refusal(what, f"{error.status} {error.message}", "look at the pod", error.status) from None
+            raise self._make_refusal(what, f"{error.status} {error.message}", "look at the pod", error.status) from None
         except TimeoutError:
-            raise self._refusal(what, f"no answer within {self._call_s:g} s", "look at the cluster") from None
+            raise self._make_refusal(what, f"no answer within {self._call_s:g} s", "look at the cluster") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise self._refusal(what, str(error), "see that it runs and can be reached from here") from None
+            raise self._make_refusal(what, str(error), "see that it runs and can be reached from here") from None
 
-    def _refusal(self, what: str, words: str, remedy: str, status: int = 0) -> ClusterRefusal:
+    def _make_refusal(self, what: str, words: str, remedy: str, status: int = 0) -> ClusterRefusal:
         """Return the error of a failed call; ``what`` describes the call, and ``words`` its failure."""
         return ClusterRefusal(f"the cluster {self.host} did not {what}: {words}", remedy=remedy, status=status)
 
@@ -203,14 +211,17 @@ class CommandStreams(ServerChannel):
     stream."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
-        """Use an open WebSocket with the subprotocol ``v4.channel.k8s.io``."""
+        """Create the streams over ``socket``, an open WebSocket with the subprotocol ``v4.channel.k8s.io``."""
         self._socket = socket
         self._read = bytearray()
+        """Output that was received and not read."""
         self._error_output = bytearray()
+        """The error output and the cluster's status message."""
         self._over = False
+        """Whether the WebSocket has ended."""
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to the command."""
+        """Send the bytes ``data`` to the command."""
         for begin in range(0, len(data), FRAME_BYTES):
             await self._socket.send_bytes(bytes([_STDIN]) + data[begin : begin + FRAME_BYTES])
 
@@ -264,13 +275,13 @@ class CommandStreams(ServerChannel):
             self._over = True
 
 
-def _words(error: Any) -> str:
+def _get_message(error: Any) -> str:
     """Return the cluster's message in an error of its API."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(error.body)["message"])
     return str(error.reason)
 
 
-def _full(path: str) -> Path:
+def _expand_home(path: str) -> Path:
     """Return a path with the home directory for a tilde."""
     return Path(path).expanduser()

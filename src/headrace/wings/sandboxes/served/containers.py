@@ -28,7 +28,7 @@ from headrace.wings.sandboxes.base import (
 from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
 from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
-from headrace.wings.sandboxes.served.settings import driver_settings
+from headrace.wings.sandboxes.served.settings import validate_driver_settings
 
 SNAPSHOTS = "headrace-snapshot"
 """The repository name of the images of snapshots."""
@@ -37,7 +37,7 @@ CALL_S = 120.0
 END_S = 20.0
 """The time in which a container must end by itself, in seconds; then it is killed."""
 LINE_BYTES = 1 << 20
-"""The greatest length of a line from the server in bytes; the greeting contains the variables of the image."""
+"""The maximum length of a line from the server in bytes; the greeting contains the variables of the image."""
 OWN_BYTES = 64 * MIB
 """The memory of a container beyond the limit of its session, in bytes: for the server and the outputs of a command."""
 
@@ -66,8 +66,8 @@ class ContainerDriver(KeepingDriver):
     :meth:`open`."""
 
     def __init__(self, kind: str, client: str, settings: ContainerSettings, readable: Sequence[str]) -> None:
-        """Describe a driver that calls the program ``client``. Containers can read the paths ``readable`` of the
-        machine."""
+        """Create the driver of ``kind`` with ``settings``, which calls the program ``client``. Containers can read the
+        paths ``readable`` of the machine."""
         super().__init__(kind, settings.image, {})
         self.settings = settings
         self._client = client
@@ -77,8 +77,8 @@ class ContainerDriver(KeepingDriver):
     async def open(cls, kind: str, readable: Sequence[str], options: Mapping[str, Any]) -> ContainerDriver:
         """Return the driver of ``kind`` (docker or podman) with the settings ``options``, and delete containers and
         images of dead owners. Raises :class:`~headrace.base.errors.EnvError` if the client is missing or does not reach
-        its service."""
-        settings = driver_settings(kind, ContainerSettings, options)
+        its service. Containers can read the paths ``readable`` of the machine."""
+        settings = validate_driver_settings(kind, ContainerSettings, options)
         client = shutil.which(settings.client or kind)
         if client is None:
             raise EnvError(
@@ -136,12 +136,13 @@ class ContainerDriver(KeepingDriver):
         return image
 
     async def remove(self, kept: str) -> None:
-        """Remove an image. If that fails, a later driver removes it."""
+        """Remove the image ``kept``. If that fails, a later driver removes it."""
         await self.call("rmi", kept)
 
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> KeptSession:
-        """Start a container of the image ``origin``. If the service cannot limit the size of its files, start it
-        without that limit, and report so in :attr:`missing`."""
+        """Start a container for a session with the settings ``spec`` from the image ``origin``; ``below`` is that
+        image's name if it is a snapshot's. If the service cannot limit the size of its files, start it without that
+        limit, and report so in :attr:`missing`."""
         while True:
             session = self.enter(KeptSession(self, spec, self.next_name(), below))
             bounded = "disk" not in self.missing
@@ -161,8 +162,8 @@ class ContainerDriver(KeepingDriver):
             return session
 
     async def _run(self, session: KeptSession, image: str, *, bounded: bool) -> ContainerChannel:
-        """Start a client that runs a container, and return the channel to its server. ``bounded`` limits the size of
-        the container's files."""
+        """Start a client that runs the container of ``session`` from ``image``, and return the channel to its server.
+        ``bounded`` limits the size of the container's files."""
         settings, limits = self.settings, session.spec.limits
         words = [
             "run", "--rm", "--interactive", "--name", session.name, "--label", f"{LABEL}={self.owner}",
@@ -189,13 +190,14 @@ class ContainerChannel(ServerChannel):
     """The standard streams of a client process that runs a container."""
 
     def __init__(self, driver: ContainerDriver, process: Process, name: str) -> None:
-        """Use the streams of ``process``, a client that runs the container ``name``."""
+        """Create the channel over the streams of ``process``, a client that runs the container ``name`` of
+        ``driver``."""
         self._driver = driver
         self._process = process
         self._name = name
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to the server."""
+        """Send the bytes ``data`` to the server."""
         assert self._process.stdin is not None
         self._process.stdin.write(data)
         await self._process.stdin.drain()

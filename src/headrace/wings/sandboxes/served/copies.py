@@ -26,11 +26,11 @@ from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import Execution, SandboxSession, SessionEnded
 
 BATCH_BYTES = 8 * MIB
-"""The greatest size of one archive in bytes, unless a single file is larger."""
+"""The largest size of one archive in bytes, unless a single file is larger."""
 MEMBER_BYTES = 8 * 1024
-"""The greatest size of the header of one path in an archive, besides its name, in bytes."""
+"""The largest size of the header of one path in an archive, besides its name, in bytes."""
 LISTING_BYTES = 48 * MIB
-"""The greatest size of a list of files in bytes."""
+"""The largest size of a list of files in bytes."""
 CALL_S = 120.0
 """The longest time of one program that lists, packs or unpacks, in seconds."""
 _CHOWN, _FOWNER = 1 << 0, 1 << 3
@@ -140,39 +140,49 @@ async def take_copy(
 ) -> ChangedFiles:
     """Return a copy of the files that a session has changed since the list ``initial_files``. The caller makes sure
     that no process of the session runs. No file may have more than ``largest_bytes`` bytes. Raises
-    :class:`~headrace.base.errors.EpisodeError` if the changes cannot be copied exactly."""
+    :class:`~headrace.base.errors.EpisodeError` if the changes cannot be copied exactly. ``image`` is the exact name of
+    the session's image."""
     listed = await _list(session, "open")
     try:
         return await _copy(session, listed, initial_files.records(), image, largest_bytes)
     finally:
         if listed.modes:
             with suppress(SessionEnded):
-                await _run_program(session, "restore modes", _script(session, _MODES), _pairs(reversed(listed.modes)))
+                await _run_program(
+                    session,
+                    "restore modes",
+                    _make_script_arguments(session, _MODES),
+                    _encode_pairs(reversed(listed.modes)),
+                )
 
 
 async def put_copy(session: SandboxSession, files: ChangedFiles) -> None:
     """Apply the changes ``files`` to a new session of the same image. Raises
     :class:`~headrace.base.errors.EpisodeError` if that fails."""
     if files.opened:
-        await _run_program(session, "open folders", _script(session, _MODES), files.opened)
+        await _run_program(session, "open folders", _make_script_arguments(session, _MODES), files.opened)
     if files.removed:
-        await _run_program(session, "remove files", _script(session, _REMOVE), files.removed)
+        await _run_program(session, "remove files", _make_script_arguments(session, _REMOVE), files.removed)
     files.store.seek(0)
     data = [files.store.read(size) for size, _ in files.archives]
     for archive, (_, digest) in zip(data, files.archives, strict=True):
         if hashlib.sha256(archive).hexdigest() != digest:
-            raise _refused("the file in which its archives are kept has changed", "look at this machine's disk")
+            raise _make_refusal("the file in which its archives are kept has changed", "look at this machine's disk")
         await _run_program(session, "unpack", [session.programs["tar"], *_UNPACK], archive)
     if files.modes:
-        await _run_program(session, "set modes", _script(session, _MODES), files.modes)
+        await _run_program(session, "set modes", _make_script_arguments(session, _MODES), files.modes)
 
 
 async def _copy(
     session: SandboxSession, listed: _ListedFiles, old: set[bytes], image: str, largest_bytes: int
 ) -> ChangedFiles:
-    """Pack the paths that differ between the records ``old`` and the present list."""
-    before, after = _by_path(old.difference(listed.records), listed.mounts), _by_path(listed.records, listed.mounts)
-    changed = {record.path: record for record in _by_path(set(listed.records) - old, listed.mounts).values()}
+    """Pack the paths of ``session`` that differ between the records ``old`` and the present list ``listed``, and return
+    them as a copy for sessions of ``image``. No file may have more than ``largest_bytes`` bytes."""
+    before, after = (
+        _index_by_path(old.difference(listed.records), listed.mounts),
+        _index_by_path(listed.records, listed.mounts),
+    )
+    changed = {record.path: record for record in _index_by_path(set(listed.records) - old, listed.mounts).values()}
     removed = [path for path, record in before.items() if path not in after or after[path].kind != record.kind]
     touched = [*(path for path in changed if changed[path].kind != "d"), *removed]
     for path in [*touched, *changed]:  # unpacking a path changes the times of its folder
@@ -189,36 +199,38 @@ async def _copy(
             archives.append((store.write(done.stdout), hashlib.sha256(done.stdout).hexdigest()))
             total += len(done.stdout)
             if total > 2 * session.spec.limits.disk_bytes:
-                raise _refused("its archives have more than twice limits.disk_bytes", "raise disk_bytes")
+                raise _make_refusal("its archives have more than twice limits.disk_bytes", "raise disk_bytes")
     except BaseException:
         store.close()
         raise
-    first = {record.path: record for record in map(_parsed_record, filter(None, old)) if record.kind == "d"}
+    first = {record.path: record for record in map(_parse_record, filter(None, old)) if record.kind == "d"}
     parents = {posixpath.dirname(path) for path in [*touched, *changed]}
     opened = [(b"u+rwx", path) for path in sorted(parents) if path in first and first[path].mode & 0o300 != 0o300]
     return ChangedFiles(
-        image=image, removed=b"".join(path + b"\0" for path in _outermost(removed)), opened=_pairs(opened),
-        modes=_pairs(reversed(listed.modes)), archives=tuple(archives), store=store,
+        image=image, removed=b"".join(path + b"\0" for path in _outermost(removed)), opened=_encode_pairs(opened),
+        modes=_encode_pairs(reversed(listed.modes)), archives=tuple(archives), store=store,
     )  # fmt: skip
 
 
-async def _list(session: SandboxSession, how: str) -> _ListedFiles:
-    """Return the present files of a session. ``how`` is the argument of :data:`_LIST`: ``open`` or empty."""
-    done = await _run_program(session, "list files", [*_script(session, _LIST), how], b"", LISTING_BYTES)
+async def _list(session: SandboxSession, mode: str) -> _ListedFiles:
+    """Return the present files of a session. ``mode`` is the argument of :data:`_LIST`: ``open`` or empty."""
+    done = await _run_program(
+        session, "list files", [*_make_script_arguments(session, _LIST), mode], b"", LISTING_BYTES
+    )
     parts = done.stdout.split(b"\0")
     try:
         if parts[-2] != b"E":
             raise ValueError("its list has no end")
         user, rights = int(parts[0]), int(parts[1], 16)
-        mounts = {_unescaped(line.split()[4]) for line in parts[2].splitlines()} - {b"/"}
+        mounts = {_unescape(line.split()[4]) for line in parts[2].splitlines()} - {b"/"}
         modes = [(mode, path) for mode, _, path in (part[1:].partition(b" ") for part in parts if part[:1] == b"M")]
     except (ValueError, IndexError) as error:
-        raise _refused(f"its files cannot be listed: {error}", "keep its find and bash as they were") from None
+        raise _make_refusal(f"its files cannot be listed: {error}", "keep its find and bash as they were") from None
     records = [part[1:] for part in parts[3:-2] if part[:1] == b"R"]
     return _ListedFiles(user=user, rights=rights, mounts=mounts, modes=modes, records=records)
 
 
-def _parsed_record(record: bytes) -> FileRecord:
+def _parse_record(record: bytes) -> FileRecord:
     """Return one parsed record. Raises :class:`~headrace.base.errors.EpisodeError` if it has another format."""
     try:
         kind, size, mode, user, _, _, _, inode, links, path = record.split(b" ", 9)
@@ -227,13 +239,13 @@ def _parsed_record(record: bytes) -> FileRecord:
             kind=kind.decode(), size=int(size), mode=int(mode, 8), user=int(user), inode=shared, path=path
         )
     except ValueError:
-        raise _refused(f"its list has {record[:80]!r}", "keep its find and bash as they were") from None
+        raise _make_refusal(f"its list has {record[:80]!r}", "keep its find and bash as they were") from None
 
 
-def _by_path(records: Iterable[bytes], mounts: set[bytes]) -> dict[bytes, FileRecord]:
+def _index_by_path(records: Iterable[bytes], mounts: set[bytes]) -> dict[bytes, FileRecord]:
     """Return the parsed records by path, without mount points, which belong to the service, and without sockets, which
     are useless without their process."""
-    found = {record.path: record for record in map(_parsed_record, filter(None, records))}
+    found = {record.path: record for record in map(_parse_record, filter(None, records))}
     return {path: record for path, record in found.items() if path not in mounts and record.kind != "s"}
 
 
@@ -243,7 +255,7 @@ def _is_writable(record: FileRecord, listed: _ListedFiles) -> bool:
     if record.user == listed.user or listed.rights & (_CHOWN | _FOWNER) == _CHOWN | _FOWNER:
         return True
     if record.kind != "d":
-        raise _refused(
+        raise _make_refusal(
             f"{record.path.decode('utf-8', 'replace')!r} belongs to user {record.user}, and the session to user "
             f"{listed.user}, who cannot give it away",
             "give the driver the capabilities CHOWN and FOWNER",
@@ -252,9 +264,9 @@ def _is_writable(record: FileRecord, listed: _ListedFiles) -> bool:
 
 
 def _batches(records: Iterable[FileRecord], largest_bytes: int) -> list[tuple[list[bytes], int]]:
-    """Return the paths of each archive, with an upper bound of its size in bytes. Hard links to the same file are in
-    one archive. Folders come last, inner folders before outer folders, because unpacking files changes the times of
-    their folders."""
+    """Return the paths of each archive of the files ``records``, none of which may exceed ``largest_bytes`` bytes, with
+    an upper bound of its size in bytes. Hard links to the same file are in one archive. Folders come last, inner
+    folders before outer folders, because unpacking files changes the times of their folders."""
     units: dict[str | bytes, list[FileRecord]] = {}
     ordered = sorted(records, key=lambda record: record.path)
     for record in ordered:
@@ -267,7 +279,7 @@ def _batches(records: Iterable[FileRecord], largest_bytes: int) -> list[tuple[li
     for unit in units.values():
         size = unit[0].size + sum(MEMBER_BYTES + 4 * len(record.path) for record in unit)
         if unit[0].size > largest_bytes:
-            raise _refused(
+            raise _make_refusal(
                 f"{unit[0].path.decode('utf-8', 'replace')!r} has {unit[0].size} bytes, and no file of a copy may have "
                 f"more than {largest_bytes}",
                 "raise limits.file_bytes, or remove it before",
@@ -292,12 +304,12 @@ def _parents(path: bytes) -> Iterable[bytes]:
         yield path
 
 
-def _pairs(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _encode_pairs(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return pairs in the format that the scripts read: each string followed by a zero byte."""
     return b"".join(first + b"\0" + second + b"\0" for first, second in pairs)
 
 
-def _unescaped(path: bytes) -> bytes:
+def _unescape(path: bytes) -> bytes:
     """Return a path of the kernel's mount list unescaped; the kernel writes spaces, tabs and line ends as octal
     numbers."""
     for name in (b" ", b"\t", b"\n", b"\\"):
@@ -305,7 +317,7 @@ def _unescaped(path: bytes) -> bytes:
     return path
 
 
-def _script(session: SandboxSession, text: str) -> list[str]:
+def _make_script_arguments(session: SandboxSession, text: str) -> list[str]:
     """Return the arguments that run the script ``text`` with bash."""
     return [session.programs["bash"], "--norc", "--noprofile", "-c", text, "copy"]
 
@@ -322,10 +334,12 @@ async def _run_program(
     done = await session.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=limits)
     if done.reason is not Reason.EXITED or done.status != 0:
         words = done.stderr.decode("utf-8", "replace").strip()[-300:] or done.reason
-        raise _refused(f"its session could not {what}: {words}", "keep find and tar in the image, and room on the disk")
+        raise _make_refusal(
+            f"its session could not {what}: {words}", "keep find and tar in the image, and room on the disk"
+        )
     return done
 
 
-def _refused(problem: str, remedy: str) -> EpisodeError:
+def _make_refusal(problem: str, remedy: str) -> EpisodeError:
     """Return the error for a copy that cannot be made because of ``problem``."""
     return EpisodeError(f"a snapshot cannot be copied: {problem}", remedy=remedy, reason="session_snapshot")

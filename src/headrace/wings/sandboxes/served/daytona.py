@@ -31,22 +31,22 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
     HostedSession,
-    encoded_input,
-    launcher_arguments,
-    quietly,
+    describe_error,
+    encode_input,
+    ignore_errors,
+    make_launcher_arguments,
     refuse_missing,
-    words_of,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     from daytona import AsyncDaytona, AsyncSandbox
     from daytona.common.daytona import CreateSandboxBaseParams
 
 SENT_BYTES = 1 << 18
-"""The greatest number of bytes of one call that sends input. The service answers when the command has read them."""
+"""The largest number of bytes of one call that sends input. The service answers when the command has read them."""
 PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""
 NAMED = "snapshot:"
@@ -54,7 +54,7 @@ NAMED = "snapshot:"
 PIECES = 64
 """The capacity of the queue of output pieces; when it is full, reading of the log waits."""
 CONNECTIONS = 100
-"""The greatest number of connections to the log of one session; after that its output counts as ended."""
+"""The largest number of connections to the log of one session; after that its output counts as ended."""
 PAGE = 100
 """The number of snapshots in one page of the service's list."""
 _NOT_TEXT = str.maketrans("", "", "\0\1\2")
@@ -91,25 +91,34 @@ class DaytonaChannel(HostedChannel):
     """The standard streams of the server in a sandbox: the input of a command, and its log."""
 
     def __init__(self, driver: DaytonaDriver, sandbox: AsyncSandbox, name: str) -> None:
-        """Describe a channel to a sandbox, in which :meth:`run` starts the server in the process session ``name``."""
+        """Create a channel to a sandbox of ``driver``, in which :meth:`run` starts the server in the process session
+        ``name``."""
         super().__init__()
         self._driver = driver
         self._sandbox = sandbox
         self._name = name
         self._command = ""
+        """The service's id of the launcher's command; empty before its start."""
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue(PIECES)
+        """Output that was read from the log and not fetched; an empty piece is the end."""
         self._output = EncodedOutput()
+        """The decoder of the log."""
         self._num_read = 0
+        """Number of pieces of output that were queued."""
         self._to_skip = 0
+        """Number of pieces of the present connection that an earlier one has delivered."""
         self._connected = False
+        """Whether the present connection to the log has delivered text."""
         self._stop_reading: Callable[[], object] | None = None
+        """Cancels the task that reads the log; ``None`` before it starts."""
         self._ended = ""
+        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: DaytonaSettings) -> None:
-        """Start the launcher and the reading of its log."""
+        """Start the launcher for ``session`` with ``settings``, and the reading of its log."""
         from daytona import SessionExecuteRequest
 
-        words = launcher_arguments(session.spec, encoded=True, lined=True, rights=settings.rights)
+        words = make_launcher_arguments(session.spec, encoded=True, lined=True, rights=settings.rights)
         # no `exec`: the shell of the process session reports the end of the server, once its error output has ended too
         command = f"cd / && bash {shlex.join(words)} 2> /dev/null"
         await self._sandbox.process.create_session(self._name)
@@ -120,13 +129,13 @@ class DaytonaChannel(HostedChannel):
         self._stop_reading = self._driver.watch(self._read_log())
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to the server."""
+        """Send the bytes ``data`` to the server."""
         try:
             for start in range(0, len(data), SENT_BYTES):
-                text = encoded_input(data[start : start + SENT_BYTES])
+                text = encode_input(data[start : start + SENT_BYTES])
                 await self._sandbox.process.send_session_command_input(self._name, self._command, text)
         except Exception as error:  # errors of the client's transport have another base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -135,7 +144,7 @@ class DaytonaChannel(HostedChannel):
 
     async def close(self) -> None:
         """End the sandbox."""
-        await quietly(self._sandbox.delete(timeout=END_S))
+        await ignore_errors(self._sandbox.delete(timeout=END_S))
         if self._stop_reading is not None:
             self._stop_reading()
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
@@ -157,7 +166,7 @@ class DaytonaChannel(HostedChannel):
                 )
                 break
             except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-                self._ended = words_of(error)
+                self._ended = describe_error(error)
                 if not self._connected:
                     break
         await self._pieces.put(b"")
@@ -177,14 +186,15 @@ class DaytonaDriver(HostedDriver):
     """A driver of sessions in sandboxes of Daytona. Create it with :func:`open_daytona`."""
 
     def __init__(self, settings: DaytonaSettings, client: AsyncDaytona) -> None:
-        """Describe a driver with these settings. :meth:`close` closes ``client``."""
+        """Create a driver with ``settings``. :meth:`close` closes ``client``."""
         super().__init__("daytona", settings.image, _MISSING)
         self.settings = settings
         self._client = client
         self._unsure: set[str] = set()
+        """Names of sandboxes whose creation may have succeeded although the call failed."""
 
     async def create(self, session: HostedSession, origin: str) -> DaytonaChannel:
-        """Create a sandbox from the image or snapshot ``origin``, and start the launcher in it."""
+        """Create a sandbox for ``session`` from the image or snapshot ``origin``, and start the launcher in it."""
         try:
             sandbox = await self._client.create(self._create_parameters(session, origin), timeout=0)
             session.machine = sandbox
@@ -192,14 +202,14 @@ class DaytonaDriver(HostedDriver):
             await channel.run(session, self.settings)
         except BaseException as error:
             # a sandbox exists even if its image could not be built, and then does not end at its lifetime
-            await asyncio.shield(quietly(self._end(session.name)))
+            await asyncio.shield(ignore_errors(self._end(session.name)))
             if isinstance(error, Exception):
-                raise _refusal(error, f"a session cannot start from {origin!r}") from error
+                raise _make_refusal(error, f"a session cannot start from {origin!r}") from error
             raise
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make a snapshot of a sandbox's files, and return its name."""
+        """Make a snapshot named ``name`` of the files of ``session``, and return its name."""
         name = f"{PREFIX}{name}"
         self._unsure.add(name)
         try:
@@ -207,20 +217,20 @@ class DaytonaDriver(HostedDriver):
             # a failed snapshot raises no error in the call before
             await self._client.snapshot.get(name)
         except Exception as error:
-            raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+            raise _make_refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
         self._unsure.discard(name)
         return name
 
     async def remove(self, kept: str) -> None:
-        """Delete a snapshot."""
-        await quietly(self._client.snapshot.delete(kept))
+        """Delete the snapshot ``kept``."""
+        await ignore_errors(self._client.snapshot.delete(kept))
 
     async def close(self) -> None:
         """End all sandboxes, delete all snapshots, and close the client."""
         await super().close()
         for name in self._unsure:  # the service may have created them in spite of an error
             await self.remove(name)
-        await quietly(self._client.close())
+        await ignore_errors(self._client.close())
 
     async def sweep(self) -> None:
         """End sandboxes and delete snapshots of dead owners."""
@@ -229,13 +239,13 @@ class DaytonaDriver(HostedDriver):
         try:
             async for sandbox in self._client.list(ListSandboxesQuery(labels={"headrace": "session"})):
                 if is_dead(sandbox.labels.get(LABEL, "")):
-                    await quietly(sandbox.delete(timeout=END_S))
+                    await ignore_errors(sandbox.delete(timeout=END_S))
             for name in await self._snapshots():
                 if name.startswith(PREFIX) and is_dead(name.removeprefix(PREFIX)):
                     await self.remove(name)
         except Exception as error:
             raise EnvError(
-                f"Daytona cannot be used: {words_of(error)}",
+                f"Daytona cannot be used: {describe_error(error)}",
                 remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots, and look at "
                 "status.daytona.io",
             ) from error
@@ -256,8 +266,8 @@ class DaytonaDriver(HostedDriver):
         await (await self._client.get(name)).delete(timeout=END_S)
 
     def _create_parameters(self, session: HostedSession, origin: str) -> CreateSandboxBaseParams:
-        """Return the parameters for the creation of a sandbox. To Daytona, a sandbox is idle when no connection to its
-        log is open."""
+        """Return the parameters for the creation of the sandbox of ``session`` from ``origin``. To Daytona, a sandbox
+        is idle when no connection to its log is open."""
         from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
 
         settings = self.settings
@@ -266,8 +276,8 @@ class DaytonaDriver(HostedDriver):
             "os_user": settings.user,
             "labels": self.tags(session),
             "network_block_all": not settings.network,
-            "ttl_minutes": whole_minutes(session.spec.life_s),
-            "auto_stop_interval": whole_minutes(settings.idle_s),
+            "ttl_minutes": round_up_to_minutes(session.spec.life_s),
+            "auto_stop_interval": round_up_to_minutes(settings.idle_s),
             "ephemeral": True,
             "target": settings.target or None,
         }
@@ -277,8 +287,8 @@ class DaytonaDriver(HostedDriver):
         return CreateSandboxFromImageParams(image=origin, resources=resources, **common)
 
 
-def whole_minutes(seconds: float) -> int:
-    """Return a time in whole minutes, rounded up, at least 1."""
+def round_up_to_minutes(seconds: float) -> int:
+    """Return the time ``seconds`` in whole minutes, rounded up, at least 1."""
     return max(1, math.ceil(seconds / 60))
 
 
@@ -291,12 +301,12 @@ def _ignore(text: str) -> None:
     """Ignore text of the server's error output, which is always empty."""
 
 
-def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
+def _make_refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
     """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
-    what failed."""
+    what failed, and ``reason`` is the reason of the episode's failure."""
     from daytona import DaytonaAuthenticationError, DaytonaForbiddenError, DaytonaRateLimitError
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, DaytonaAuthenticationError | DaytonaForbiddenError):
         return EnvError(words, remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots")
     if isinstance(error, DaytonaRateLimitError) or any(word in words.lower() for word in _QUOTA):
@@ -308,7 +318,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
     )
 
 
-def _client() -> AsyncDaytona:
+def _make_client() -> AsyncDaytona:
     """Return a client with the key in the environment. Raises :class:`~headrace.base.errors.EnvError` without a key."""
     from daytona import AsyncDaytona, DaytonaConfig, DaytonaError
 
@@ -317,20 +327,20 @@ def _client() -> AsyncDaytona:
             warnings.simplefilter("ignore", DeprecationWarning)
             return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session keeps a connection
     except DaytonaError as error:
-        raise EnvError(f"Daytona cannot be used: {words_of(error)}", remedy="set DAYTONA_API_KEY") from error
+        raise EnvError(f"Daytona cannot be used: {describe_error(error)}", remedy="set DAYTONA_API_KEY") from error
 
 
 async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaDriver:
     """Open the driver of Daytona with the settings ``options``. ``readable`` must be empty, because a provider's
     machine cannot read paths of this machine."""
-    settings = driver_settings("daytona", DaytonaSettings, options)
+    settings = validate_driver_settings("daytona", DaytonaSettings, options)
     refuse_readable("daytona", readable)
     refuse_missing("daytona")
-    client = _client()
+    client = _make_client()
     driver = DaytonaDriver(settings, client)
     try:
         await driver.connect()
     except BaseException:
-        await quietly(client.close())
+        await ignore_errors(client.close())
         raise
     return driver

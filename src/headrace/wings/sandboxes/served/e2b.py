@@ -22,21 +22,21 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
     HostedSession,
-    launcher_arguments,
-    quietly,
+    describe_error,
+    ignore_errors,
+    make_launcher_arguments,
     refuse_missing,
-    whole_seconds,
-    words_of,
+    round_up_lifetime,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 SENT_BYTES = 1 << 20
-"""The greatest number of bytes of one call that sends input. As base64 they stay below 4 MiB, the limit of a Connect
+"""The largest number of bytes of one call that sends input. As base64 they stay below 4 MiB, the limit of a Connect
 message."""
 PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""
@@ -68,18 +68,22 @@ class E2BChannel(HostedChannel):
     """The standard streams of the server in a sandbox."""
 
     def __init__(self, driver: E2BDriver, sandbox: AsyncSandbox) -> None:
-        """Describe a channel to a sandbox, in which :meth:`run` starts the server."""
+        """Create a channel to a sandbox of ``driver``, in which :meth:`run` starts the server."""
         super().__init__()
         self._driver = driver
         self._sandbox = sandbox
         self._handle: AsyncCommandHandle[Any] | None = None
+        """The client's handle of the launcher; ``None`` before its start."""
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue(PIECES)
+        """Output that was received and not fetched; an empty piece is the end."""
         self._output = EncodedOutput()
+        """The decoder of the output."""
         self._ended = ""
+        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: E2BSettings) -> None:
-        """Start the launcher, and a task that waits for its end."""
-        words = launcher_arguments(session.spec, encoded=True, rights=settings.rights)
+        """Start the launcher for ``session`` with ``settings``, and a task that waits for its end."""
+        words = make_launcher_arguments(session.spec, encoded=True, rights=settings.rights)
         self._handle = await self._sandbox.commands.run(
             f"exec bash {shlex.join(words)}", background=True, user=settings.user, cwd="/", stdin=True, timeout=0,
             on_stdout=self._take, retain_output=False,
@@ -87,13 +91,13 @@ class E2BChannel(HostedChannel):
         self._driver.watch(self._watch(self._handle))
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to the server."""
+        """Send the bytes ``data`` to the server."""
         assert self._handle is not None
         try:
             for start in range(0, len(data), SENT_BYTES):
                 await self._handle.send_stdin(data[start : start + SENT_BYTES])
         except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -102,9 +106,9 @@ class E2BChannel(HostedChannel):
 
     async def close(self) -> None:
         """End the sandbox."""
-        await quietly(self._sandbox.kill(request_timeout=END_S))
+        await ignore_errors(self._sandbox.kill(request_timeout=END_S))
         if self._handle is not None:
-            await quietly(self._handle.disconnect())
+            await ignore_errors(self._handle.disconnect())
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
 
@@ -123,7 +127,7 @@ class E2BChannel(HostedChannel):
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
         await self._pieces.put(b"")
 
 
@@ -131,24 +135,25 @@ class E2BDriver(HostedDriver):
     """A driver of sessions in sandboxes of E2B. Create it with :func:`open_e2b`."""
 
     def __init__(self, settings: E2BSettings) -> None:
-        """Describe a driver with these settings."""
+        """Create a driver with ``settings``."""
         super().__init__("e2b", settings.image, _MISSING)
         self.settings = settings
         self._files_only = True
+        """Whether snapshots are made without memory, until the service refuses one."""
 
     async def create(self, session: HostedSession, origin: str) -> E2BChannel:
-        """Create a sandbox from the template or snapshot ``origin``, and start the launcher in it."""
+        """Create a sandbox for ``session`` from the template or snapshot ``origin``, and start the launcher in it."""
         from e2b import AsyncSandbox
 
         try:
             sandbox = await AsyncSandbox.create(
                 origin,
-                timeout=whole_seconds(session.spec),
+                timeout=round_up_lifetime(session.spec),
                 metadata=self.tags(session),
                 allow_internet_access=self.settings.network,
             )
         except Exception as error:
-            raise _refusal(error, f"a session cannot start from {origin!r}") from error
+            raise _make_refusal(error, f"a session cannot start from {origin!r}") from error
         session.machine = sandbox
         channel = E2BChannel(self, sandbox)
         try:
@@ -158,16 +163,17 @@ class E2BDriver(HostedDriver):
         except BaseException as error:
             await asyncio.shield(channel.close())
             if isinstance(error, Exception):
-                raise _refusal(error, f"a session cannot start in a sandbox of {origin!r}") from error
+                raise _make_refusal(error, f"a session cannot start in a sandbox of {origin!r}") from error
             raise
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make a snapshot of a sandbox, without its memory if the service can do so, and return its id."""
+        """Make a snapshot named ``name`` of the sandbox of ``session``, without its memory if the service can do so,
+        and return its id."""
         try:
             return await self._snapshot(session.machine, f"{PREFIX}{name}")
         except Exception as error:
-            raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+            raise _make_refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
 
     async def _snapshot(self, sandbox: AsyncSandbox, name: str) -> str:
         """Make a snapshot named ``name``, and return its id. After the first refusal of a snapshot without memory, all
@@ -184,30 +190,30 @@ class E2BDriver(HostedDriver):
         return (await sandbox.create_snapshot(name)).snapshot_id
 
     async def remove(self, kept: str) -> None:
-        """Delete a snapshot."""
+        """Delete the snapshot ``kept``."""
         from e2b import AsyncSandbox
 
-        await quietly(AsyncSandbox.delete_snapshot(kept, request_timeout=END_S))
+        await ignore_errors(AsyncSandbox.delete_snapshot(kept, request_timeout=END_S))
 
     async def sweep(self) -> None:
         """End sandboxes and delete snapshots of dead owners."""
         from e2b import AsyncSandbox, SandboxQuery
 
         try:
-            for info in await _all(AsyncSandbox.list(SandboxQuery(metadata={"headrace": "session"}))):
+            for info in await _collect_pages(AsyncSandbox.list(SandboxQuery(metadata={"headrace": "session"}))):
                 if is_dead((info.metadata or {}).get(LABEL, "")):
                     await AsyncSandbox.kill(info.sandbox_id)
-            for kept in await _all(AsyncSandbox.list_snapshots()):
+            for kept in await _collect_pages(AsyncSandbox.list_snapshots()):
                 if any(_has_dead_owner(name) for name in kept.names):
                     await AsyncSandbox.delete_snapshot(kept.snapshot_id)
         except Exception as error:
             raise EnvError(
-                f"E2B cannot be used: {words_of(error)}",
+                f"E2B cannot be used: {describe_error(error)}",
                 remedy="set E2B_API_KEY to a key of your team, and look at status.e2b.dev",
             ) from error
 
 
-async def _all(pages: Any) -> list[Any]:
+async def _collect_pages(pages: Any) -> list[Any]:
     """Return the items of all pages of a list."""
     found: list[Any] = []
     while pages.has_next:
@@ -227,12 +233,12 @@ def _has_dead_owner(name: str) -> bool:
     return short.startswith(PREFIX) and is_dead(short.removeprefix(PREFIX))
 
 
-def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
+def _make_refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
     """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
-    what failed."""
+    what failed, and ``reason`` is the reason of the episode's failure."""
     from e2b import AuthenticationException, RateLimitException, ServiceBusyException
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, AuthenticationException):
         return EnvError(words, remedy="set E2B_API_KEY to a key of your team")
     if isinstance(error, RateLimitException | ServiceBusyException):
@@ -245,7 +251,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
     """Open the driver of E2B with the settings ``options``. ``readable`` must be empty, because a provider's machine
     cannot read paths of this machine."""
-    settings = driver_settings("e2b", E2BSettings, options)
+    settings = validate_driver_settings("e2b", E2BSettings, options)
     refuse_missing("e2b")
     refuse_readable("e2b", readable)
     driver = E2BDriver(settings)

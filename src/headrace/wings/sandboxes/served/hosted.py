@@ -40,7 +40,7 @@ END_S = 20.0
 """The longest time to wait for the end of a machine, in seconds. If it does not end by then, it ends at its
 lifetime."""
 MOST_GREETINGS = 100
-"""The greatest number of lines before the launcher's line, such as greetings of the image's shell profile."""
+"""The largest number of lines before the launcher's line, such as greetings of the image's shell profile."""
 _LAUNCHER = """
 program=$1 encoded=$2 lined=$3 rights=$4
 shift 4
@@ -73,22 +73,23 @@ _LACKS = {
 """The message for each guard that a launcher may lack, by name."""
 
 
-def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool, lined: bool = False) -> list[str]:
+def make_launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool, lined: bool = False) -> list[str]:
     """Return the arguments of ``bash`` that run the launcher for a session on a provider's machine. ``encoded``: the
     server's output is sent as lines of base64, for clients that accept only text. ``rights``: commands keep the rights
-    of root. ``lined``: the input is text as :func:`encoded_input` writes it, and each output line is followed by an
-    empty line, for services that return the output through a log, which may delay the last bytes."""
+    of root. ``lined``: the input is text as :func:`encode_input` writes it, and each output line is followed by an
+    empty line, for services that return the output through a log, which may delay the last bytes. ``spec`` describes
+    the session."""
     numbers = (int(spec.life_s * 1e6), spec.limits.processes, spec.limits.memory_bytes)
     flags = ("1" if flag else "" for flag in (encoded, lined, rights))
     return ["-c", _LAUNCHER, "launcher", server_program(), *flags, *map(str, numbers)]
 
 
-def is_of_launcher(line: bytes) -> bool:
+def is_launcher_line(line: bytes) -> bool:
     """Return whether a line is the launcher's first line, and not a greeting of the image's shell profile."""
     return line.startswith(b"headrace-launcher")
 
 
-def encoded_input(data: bytes) -> str:
+def encode_input(data: bytes) -> str:
     """Return the lines of text that a launcher with ``lined`` decodes to ``data``."""
     text = base64.b64encode(data).decode() + "\n"
     return f"{len(text)}\n{text}"
@@ -101,7 +102,9 @@ class EncodedOutput:
     def __init__(self) -> None:
         """Create a decoder at the start of the output."""
         self._text = ""
+        """Text whose line has not ended."""
         self._plain = True
+        """Whether the launcher's line has not arrived, so that lines are plain."""
 
     def take(self, text: str) -> list[bytes]:
         """Decode the next text, and return the pieces of bytes that it completes; empty lines give none. A line that is
@@ -109,28 +112,28 @@ class EncodedOutput:
         *lines, self._text = (self._text + text).split("\n")
         pieces = []
         for line in lines:
-            pieces.append(_unencoded(line) if self._plain else _decoded(line))
-            self._plain = self._plain and not is_of_launcher(line.encode("utf-8", "surrogateescape"))
+            pieces.append(_encode_line(line) if self._plain else _decode(line))
+            self._plain = self._plain and not is_launcher_line(line.encode("utf-8", "surrogateescape"))
         if len(self._text) > 2 * LINE_BYTES:  # the server writes no line of this length
-            pieces.append(_unencoded(self._text))
+            pieces.append(_encode_line(self._text))
             self._text = ""
         return [piece for piece in pieces if piece]
 
 
-def _unencoded(line: str) -> bytes:
+def _encode_line(line: str) -> bytes:
     """Return the bytes of a line, with a line end, without decoding base64."""
     return line.encode("utf-8", "surrogateescape") + b"\n"
 
 
-def _decoded(line: str) -> bytes:
+def _decode(line: str) -> bytes:
     """Return the decoded bytes of a line of base64; the bytes of the line itself if it is not base64."""
     with suppress(binascii.Error, ValueError):
         return base64.b64decode(line, validate=True)
-    return _unencoded(line)
+    return _encode_line(line)
 
 
-def whole_seconds(spec: SandboxSpec) -> int:
-    """Return the lifetime of a session for the service, in whole seconds, rounded up."""
+def round_up_lifetime(spec: SandboxSpec) -> int:
+    """Return the lifetime of a session with the settings ``spec`` for the service, in whole seconds, rounded up."""
     return max(1, math.ceil(spec.life_s))
 
 
@@ -144,7 +147,7 @@ def refuse_missing(kind: str) -> None:
         )
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return an error of a client as one line of at most 500 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
@@ -154,12 +157,15 @@ class HostedChannel(ServerChannel):
     size."""
 
     def __init__(self) -> None:
-        """Create a channel whose buffer is empty."""
+        """Create a channel with an empty buffer."""
         self.lacks: dict[str, str] = {}
         """The guards that the launcher lacks, each with the reason; filled by the first call of :meth:`line`."""
         self._said = False
+        """Whether the launcher's line was read."""
         self._over = False
+        """Whether the stream has ended."""
         self._read = bytearray()
+        """Output that was received and not read."""
 
     @abstractmethod
     async def piece(self) -> bytes:
@@ -180,7 +186,7 @@ class HostedChannel(ServerChannel):
             self._said = True
             first_line = b""
             for _ in range(MOST_GREETINGS):
-                if is_of_launcher(first_line := await self._line()):
+                if is_launcher_line(first_line := await self._line()):
                     break
             self.lacks = {
                 name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in first_line.split()
@@ -225,8 +231,8 @@ class HostedSession(KeptSession):
     """A session on a machine of a service."""
 
     async def join(self, channel: HostedChannel, missing: Mapping[str, str], start_s: float) -> None:
-        """Attach the server of a machine whose lifetime began at ``start_s``. ``missing`` are the guards that the
-        driver lacks."""
+        """Attach the server at the other end of ``channel``, on a machine whose lifetime began at ``start_s``.
+        ``missing`` are the guards that the driver lacks."""
         await self.attach(channel)
         self.missing = {**missing, **channel.lacks}
         self._until_s = start_s + self.spec.life_s
@@ -242,14 +248,15 @@ class HostedDriver(KeepingDriver):
     """A driver of sessions on machines of a service. Drivers of single services implement its abstract methods."""
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
-        """Describe a driver whose sessions start from ``image`` unless their spec names another image. ``missing`` are
-        the guards that the service lacks."""
+        """Create a driver of ``kind`` whose sessions start from ``image`` unless their spec names another image.
+        ``missing`` are the guards that the service lacks."""
         super().__init__(kind, image, missing)
         self._tasks = asyncio.TaskGroup()
+        """Runs the background calls of :meth:`watch`."""
 
     @abstractmethod
     async def create(self, session: HostedSession, origin: str) -> HostedChannel:
-        """Create a machine from the image or snapshot ``origin``, and start the launcher on it. Raises
+        """Create a machine for ``session`` from the image or snapshot ``origin``, and start the launcher on it. Raises
         :class:`~headrace.base.errors.HeadraceError`, and ends the machine, if that fails."""
 
     @abstractmethod
@@ -285,7 +292,7 @@ class HostedDriver(KeepingDriver):
             async with asyncio.timeout(CALL_S):
                 return await super().keep_files(session)
         except TimeoutError:
-            raise _late("session_snapshot") from None
+            raise _make_late_error("session_snapshot") from None
 
     def watch(self, call: Coroutine[Any, Any, None]) -> Callable[[], object]:
         """Run ``call``, which must not raise, in the background, and return a function that cancels it. :meth:`close`
@@ -297,10 +304,11 @@ class HostedDriver(KeepingDriver):
         return {"headrace": "session", LABEL: self.owner, "headrace.session": session.name}
 
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
-        """Create a machine, and wait until its server is ready."""
+        """Create a machine for a session with the settings ``spec`` from the image or snapshot ``origin``, and wait
+        until its server is ready. ``below`` is the snapshot's name; empty for an image."""
         session = self.enter(HostedSession(self, spec, self.next_name(), below))
         start_s = RealClock().now()
-        making = self._tasks.create_task(_outcome(self.create(session, origin)))
+        making = self._tasks.create_task(_capture(self.create(session, origin)))
         try:
             async with asyncio.timeout(CALL_S):
                 channel = await asyncio.shield(making)
@@ -309,7 +317,7 @@ class HostedDriver(KeepingDriver):
             self._tasks.create_task(_end_made(making))
             await session.give_up("its start was cut off")
             if isinstance(error, TimeoutError):
-                raise _late("session_start") from None
+                raise _make_late_error("session_start") from None
             raise
         if isinstance(channel, Exception):
             await session.give_up("its machine did not start")
@@ -318,7 +326,7 @@ class HostedDriver(KeepingDriver):
         return session
 
 
-async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
+async def _capture(call: Coroutine[Any, Any, T]) -> T | Exception:
     """Return the result of a call to a service, or the error that it raises."""
     try:
         async with asyncio.timeout(LATE_S):
@@ -327,7 +335,7 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
         return error
 
 
-def _late(reason: str) -> EpisodeError:
+def _make_late_error(reason: str) -> EpisodeError:
     """Return the error for a service that has not answered in time; ``reason`` is the reason of the episode's
     failure."""
     return EpisodeError(
@@ -344,7 +352,7 @@ async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
         await outcome.kill()
 
 
-async def quietly(call: Coroutine[Any, Any, Any]) -> None:
+async def ignore_errors(call: Coroutine[Any, Any, Any]) -> None:
     """Wait for a call at most :data:`END_S` seconds, and ignore its errors."""
     with suppress(Exception):
         async with asyncio.timeout(END_S):

@@ -21,10 +21,10 @@ from headrace.wings.sandboxes.base import (
     SandboxDriver,
     SandboxSnapshot,
     SandboxSpec,
+    make_unusable_snapshot_error,
     refuse_invalid,
-    unusable_snapshot,
 )
-from headrace.wings.sandboxes.served.owners import owner_name
+from headrace.wings.sandboxes.served.owners import make_owner_name
 from headrace.wings.sandboxes.served.session import ServedSession
 
 S = TypeVar("S", bound="KeptSession")
@@ -48,8 +48,8 @@ class KeptSession(ServedSession):
     """A session whose snapshots are stored by the service."""
 
     def __init__(self, driver: KeepingDriver, spec: SandboxSpec, name: str, below: str) -> None:
-        """Describe a session whose container or machine is named ``name``. ``below`` is the name of the snapshot from
-        which the session is forked; empty if it starts from an image."""
+        """Create a session of ``driver`` with the settings ``spec``, whose container or machine is named ``name``.
+        ``below`` is the name of the snapshot from which the session is forked; empty if it starts from an image."""
         super().__init__(spec)
         self.name = name
         self.below = below
@@ -70,20 +70,23 @@ class KeepingDriver(SandboxDriver):
     """A driver whose sessions start from images, or from snapshots that the service stores."""
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
-        """Describe a driver whose sessions start from ``image`` unless their spec names another image."""
+        """Create a driver of ``kind`` whose sessions start from ``image`` unless their spec names another image.
+        ``missing`` are the guards that the service lacks, each with the reason."""
         self.kind = kind
-        self.owner = owner_name()
+        self.owner = make_owner_name()
         """The name of this process, with which sessions and snapshots are labelled."""
         self.missing: dict[str, str] = dict(missing)
         self._image = image
         self._sessions: set[KeptSession] = set()
+        """The sessions that were started and have not ended."""
         self._uses: Counter[str] = Counter()
+        """Reference count of each stored snapshot, by name."""
 
     @abstractmethod
     async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> KeptSession:
-        """Return a session of the image or snapshot ``origin``, after its server's greeting. ``below`` is the
-        snapshot's name; empty for an image. The implementation calls :meth:`enter` before the service creates
-        anything."""
+        """Return a session with the settings ``spec`` of the image or snapshot ``origin``, after its server's greeting.
+        ``below`` is the snapshot's name; empty for an image. The implementation calls :meth:`enter` before the service
+        creates anything."""
 
     @abstractmethod
     async def keep(self, session: KeptSession, name: str) -> str:
@@ -95,19 +98,19 @@ class KeepingDriver(SandboxDriver):
         """Delete the snapshot ``kept``. Errors are ignored, because a later driver deletes it, or it expires."""
 
     async def start(self, spec: SandboxSpec) -> KeptSession:
-        """Start a session from its image, and make its directory."""
+        """Start a session from the image of ``spec`` or of the driver, and make its directory."""
         self.refuse_closed()
         refuse_invalid(spec)
-        session = await self.begin(spec, image_of(self.kind, spec, self._image), below="")
+        session = await self.begin(spec, choose_image(self.kind, spec, self._image), below="")
         await session.prepare()
         return session
 
     async def fork(self, snapshot: SandboxSnapshot) -> KeptSession:
         """Start a session from a snapshot."""
         self.refuse_closed()
-        files = self._files_of(snapshot)
+        files = self._get_files(snapshot)
         if snapshot.released or files.name not in self._uses:
-            raise unusable_snapshot()
+            raise make_unusable_snapshot_error()
         session = await self.begin(snapshot.spec, files.name, below=files.name)
         session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
         return session
@@ -115,17 +118,17 @@ class KeepingDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Release a snapshot; the service deletes it as soon as no session and no other snapshot is built on it."""
         if not snapshot.released:
-            files = self._files_of(snapshot)
+            files = self._get_files(snapshot)
             snapshot.released = True
             await self._drop(files.name)
             await self._drop(files.below)
 
-    def _files_of(self, snapshot: SandboxSnapshot) -> KeptFiles:
+    def _get_files(self, snapshot: SandboxSnapshot) -> KeptFiles:
         """Return the files of a snapshot. Raises :class:`~headrace.base.errors.EpisodeError` if they belong to another
         driver."""
         files = snapshot.files
         if not isinstance(files, KeptFiles) or files.driver is not self:
-            raise unusable_snapshot()
+            raise make_unusable_snapshot_error()
         return files
 
     async def close(self) -> None:
@@ -170,8 +173,8 @@ class KeepingDriver(SandboxDriver):
                 await self.remove(kept)
 
 
-def image_of(kind: str, spec: SandboxSpec, image: str) -> str:
-    """Return the name of a session's image: the image of its spec, or the driver's ``image``. Raises
+def choose_image(kind: str, spec: SandboxSpec, image: str) -> str:
+    """Return the name of the image of a session of ``kind``: the image of ``spec``, or the driver's ``image``. Raises
     :class:`~headrace.base.errors.ConfigError` if both are empty."""
     if not spec.image and not image:
         raise ConfigError(

@@ -23,10 +23,10 @@ from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import SandboxSpec
-from headrace.wings.sandboxes.served.owners import is_dead, owner_name
+from headrace.wings.sandboxes.served.owners import is_dead, make_owner_name
 from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings
 from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
-from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     from headrace.wings.sandboxes.served.cluster import KubernetesCluster
@@ -95,15 +95,15 @@ class KubernetesSession(RemoteSession):
     """A session in a pod of the cluster."""
 
     def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str, name: str) -> None:
-        """Describe a session in the pod of the job ``name``."""
+        """Create a session of ``driver`` with the settings ``spec``, in the pod of the job ``name``, from ``image``."""
         super().__init__(driver, spec, image)
         self.name = name
         self.address = ""
         """The cluster's address and port as pods see them, as ``HOST/PORT``; empty if pods do not receive it."""
 
     async def attach(self, channel: ServerChannel) -> None:
-        """Wait for the server's greeting. Variables that the cluster has set are removed from the variables of
-        commands."""
+        """Wait for the greeting of the server at the other end of ``channel``. Variables that the cluster has set are
+        removed from the variables of commands."""
         await super().attach(channel)
         self.address = self.base_variables.get("KUBERNETES_SERVICE_HOST", "")
         if self.address:
@@ -119,21 +119,24 @@ class KubernetesDriver(RemoteDriver):
     settings: KubernetesSettings
 
     def __init__(self, settings: KubernetesSettings, cluster: KubernetesCluster) -> None:
-        """Describe a driver that creates jobs in ``cluster``."""
+        """Create a driver with ``settings``, which creates jobs in ``cluster``."""
         super().__init__("kubernetes", settings)
-        self.owner = owner_name()
+        self.owner = make_owner_name()
         self.missing["disk"] = (
             "the cluster cannot bound a session's files while it runs: it ends a pod that exceeds disk_bytes"
         )
         self._cluster = cluster
         self._probe = asyncio.Lock()
+        """Held while the first session tests which guards the cluster lacks."""
         self._probed = False
+        """Whether that test was made."""
 
     @classmethod
     async def open(cls, readable: Sequence[str], options: Mapping[str, Any]) -> KubernetesDriver:
         """Return the driver with the settings ``options``, and delete jobs of dead owners. Raises
-        :class:`~headrace.base.errors.EnvError` if the client package is missing or the cluster refuses a call."""
-        settings = driver_settings("kubernetes", KubernetesSettings, options)
+        :class:`~headrace.base.errors.EnvError` if the client package is missing or the cluster refuses a call.
+        ``readable`` must be empty."""
+        settings = validate_driver_settings("kubernetes", KubernetesSettings, options)
         refuse_readable("kubernetes", readable)
         try:
             from headrace.wings.sandboxes.served.cluster import KubernetesCluster
@@ -183,12 +186,13 @@ class KubernetesDriver(RemoteDriver):
         await self._cluster.close()
 
     def largest_bytes(self, spec: SandboxSpec) -> int:
-        """Return the size in bytes of the largest file that a copy can contain; the server buffers it in memory."""
+        """Return the size in bytes of the largest file that a copy of a session with the settings ``spec`` can contain;
+        the server buffers it in memory."""
         return spec.limits.file_bytes
 
     async def begin(self, spec: SandboxSpec, image: str) -> KubernetesSession:
-        """Create a job, wait for its pod, and connect to the server in it. Raises
-        :class:`~headrace.base.errors.EpisodeError` if the pod does not start in time."""
+        """Create a job for a session with the settings ``spec`` from ``image``, wait for its pod, and connect to the
+        server in it. Raises :class:`~headrace.base.errors.EpisodeError` if the pod does not start in time."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         session = KubernetesSession(self, spec, image, f"headrace-{secrets.token_hex(8)}")
@@ -201,11 +205,11 @@ class KubernetesDriver(RemoteDriver):
             channel.streams = await self._cluster.stream(pod, CONTAINER, ["bash", "-c", _JOIN])
         except ClusterRefusal as error:
             await self._abandon(session, channel)
-            raise _no_start(error.problem, error.remedy) from None
+            raise _make_start_error(error.problem, error.remedy) from None
         except TimeoutError:
             words = await self._reasons(session)
             await self._abandon(session, channel)
-            raise _no_start(
+            raise _make_start_error(
                 f"no pod within {self.settings.start_s:g} s: {words}", "raise start_s, or look at the cluster's room"
             ) from None
         except BaseException:
@@ -250,7 +254,7 @@ class KubernetesDriver(RemoteDriver):
         :class:`~headrace.base.errors.EpisodeError` as soon as it cannot run any more."""
         while (started := await self._find_running_pod(session)) is None:
             if words := await self._reasons(session):
-                raise _no_start(words, "look at the quotas and policies of the namespace")
+                raise _make_start_error(words, "look at the quotas and policies of the namespace")
         return started
 
     async def _find_running_pod(self, session: KubernetesSession) -> tuple[str, str] | None:
@@ -258,7 +262,7 @@ class KubernetesDriver(RemoteDriver):
         ``None``."""
         async with aclosing(self._cluster.pods(f"{SESSION}={session.name}")) as news:
             async for word, pod in news:
-                if (image := _image_of_running(pod, word)) is not None:
+                if (image := _find_running_image(pod, word)) is not None:
                     return str(pod.metadata.name), image or session.image
         return None
 
@@ -399,21 +403,25 @@ def _volume_bytes(spec: SandboxSpec) -> int:
     return OWN_BYTES + 4 * spec.limits.output_bytes + 2 * spec.limits.file_bytes + 16 * MIB
 
 
-def _image_of_running(pod: Any, word: str) -> str | None:
+def _find_running_image(pod: Any, word: str) -> str | None:
     """Return the image of a running pod, as the cluster names it; ``None`` if the pod does not run yet. ``word`` is the
     kind of the watch event. Raises :class:`~headrace.base.errors.EpisodeError` if the pod cannot run any more."""
     if word == "DELETED" or pod.status.phase in ("Failed", "Succeeded"):
-        raise _no_start(f"its pod has ended: {_end_of(pod)}", "look at the image, and the cluster's events")
+        raise _make_start_error(
+            f"its pod has ended: {_describe_end(pod)}", "look at the image, and the cluster's events"
+        )
     for status in pod.status.container_statuses or ():
         if status.state.running is not None:
             return str(status.image_id or "")
         waiting = status.state.waiting
         if waiting is not None and waiting.reason in _HOPELESS:
-            raise _no_start(f"{waiting.reason}: {waiting.message}", "name an image that the cluster can fetch and run")
+            raise _make_start_error(
+                f"{waiting.reason}: {waiting.message}", "name an image that the cluster can fetch and run"
+            )
     return None
 
 
-def _end_of(pod: Any) -> str:
+def _describe_end(pod: Any) -> str:
     """Return in words why a pod has ended."""
     words = [str(pod.status.reason or ""), str(pod.status.message or "")]
     for status in pod.status.container_statuses or ():
@@ -423,7 +431,7 @@ def _end_of(pod: Any) -> str:
     return " ".join(filter(None, words)) or str(pod.status.phase)
 
 
-def _no_start(problem: str, remedy: str) -> EpisodeError:
+def _make_start_error(problem: str, remedy: str) -> EpisodeError:
     """Return the error for a session that cannot start."""
     return EpisodeError(f"a session cannot start: {problem}", remedy=remedy, reason="session_start")
 

@@ -23,21 +23,21 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
     HostedSession,
-    launcher_arguments,
-    quietly,
+    describe_error,
+    ignore_errors,
+    make_launcher_arguments,
     refuse_missing,
-    whole_seconds,
-    words_of,
+    round_up_lifetime,
 )
 from headrace.wings.sandboxes.served.keeping import KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
+from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
     import modal
 
 SENT_BYTES = 1 << 20
-"""The greatest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
+"""The largest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
 _MISSING = {"disk": "Modal cannot bound the files of a session below the disk of its sandboxes"}
 """The guards that the service lacks."""
 
@@ -63,31 +63,34 @@ class ModalChannel(HostedChannel):
     """The standard streams of the server in a sandbox."""
 
     def __init__(self, sandbox: modal.Sandbox) -> None:
-        """Describe a channel to a sandbox, in which :meth:`run` starts the server."""
+        """Create a channel to a sandbox, in which :meth:`run` starts the server."""
         super().__init__()
         self._sandbox = sandbox
         self._process: Any = None
+        """The client's handle of the launcher; ``None`` before its start."""
         self._output: AsyncGenerator[bytes, None] | None = None
+        """The launcher's output; ``None`` before its start."""
         self._ended = ""
+        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: ModalSettings) -> None:
-        """Start the launcher for ``session``."""
+        """Start the launcher for ``session`` with ``settings``."""
         from modal.stream_type import StreamType
 
-        words = launcher_arguments(session.spec, encoded=False, rights=settings.rights)
+        words = make_launcher_arguments(session.spec, encoded=False, rights=settings.rights)
         self._process = await self._sandbox.exec.aio(
             "bash", *words, text=False, workdir="/", stderr=StreamType.DEVNULL
         )  # fmt: skip
         self._output = aiter(self._process.stdout)
 
     async def send(self, data: bytes) -> None:
-        """Send bytes to the server."""
+        """Send the bytes ``data`` to the server."""
         try:
             for start in range(0, len(data), SENT_BYTES):
                 self._process.stdin.write(data[start : start + SENT_BYTES])
                 await self._process.stdin.drain.aio()
         except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -98,15 +101,15 @@ class ModalChannel(HostedChannel):
         except StopAsyncIteration:
             return b""
         except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
-            self._ended = self._ended or words_of(error)
+            self._ended = self._ended or describe_error(error)
             return b""
 
     async def close(self) -> None:
         """End the sandbox."""
-        await quietly(self._sandbox.terminate.aio())
+        await ignore_errors(self._sandbox.terminate.aio())
         if self._output is not None:
-            await quietly(self._output.aclose())
-        await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
+            await ignore_errors(self._output.aclose())
+        await ignore_errors(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
 
     async def exit_reason(self) -> str:
         """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
@@ -118,31 +121,32 @@ class ModalDriver(HostedDriver):
     """A driver of sessions in sandboxes of Modal. Create it with :func:`open_modal`."""
 
     def __init__(self, settings: ModalSettings) -> None:
-        """Describe a driver with these settings."""
+        """Create a driver with ``settings``."""
         super().__init__("modal", settings.image, _MISSING)
         self.settings = settings
         self._app: modal.App | None = None
+        """The Modal app of the sandboxes; ``None`` before the driver is connected."""
 
     async def create(self, session: HostedSession, origin: str) -> ModalChannel:
-        """Create a sandbox from the image or snapshot ``origin``, and start the launcher in it."""
+        """Create a sandbox for ``session`` from the image or snapshot ``origin``, and start the launcher in it."""
         import modal
 
         memory = (session.spec.limits.memory_bytes + OWN_BYTES) // MIB
-        image_of = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
+        make_image = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
         try:
             sandbox = await modal.Sandbox.create.aio(
                 "sleep",
                 "infinity",
                 app=self._app,
-                image=image_of(origin),
+                image=make_image(origin),
                 tags=self.tags(session),
-                timeout=whole_seconds(session.spec),
+                timeout=round_up_lifetime(session.spec),
                 cpu=None if self.settings.cpus is None else (self.settings.cpus, self.settings.cpus),
                 memory=(memory, memory),
                 block_network=not self.settings.network,
             )
         except Exception as error:
-            raise _refusal(error, f"a session cannot start from {origin!r}") from error
+            raise _make_refusal(error, f"a session cannot start from {origin!r}") from error
         session.machine = sandbox
         channel = ModalChannel(sandbox)
         try:
@@ -150,23 +154,23 @@ class ModalDriver(HostedDriver):
         except BaseException as error:
             await asyncio.shield(channel.close())
             if isinstance(error, Exception):
-                raise _refusal(error, f"a session cannot start in a sandbox of {origin!r}") from error
+                raise _make_refusal(error, f"a session cannot start in a sandbox of {origin!r}") from error
             raise
         return channel
 
     async def keep(self, session: KeptSession, name: str) -> str:
-        """Make an image of a sandbox's files, and return its id."""
+        """Make an image of the files of ``session``, and return its id; the service gives no ``name`` to it."""
         try:
             image = await session.machine.snapshot_filesystem.aio(ttl=self.settings.snapshot_s)
         except Exception as error:
-            raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+            raise _make_refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
         return str(image.object_id)
 
     async def remove(self, kept: str) -> None:
-        """Delete the image of a snapshot."""
+        """Delete the image ``kept`` of a snapshot."""
         import modal.experimental
 
-        await quietly(modal.experimental.image_delete.aio(kept))
+        await ignore_errors(modal.experimental.image_delete.aio(kept))
 
     async def sweep(self) -> None:
         """End sandboxes of dead owners. Images of snapshots expire by themselves (``snapshot_s``)."""
@@ -179,17 +183,17 @@ class ModalDriver(HostedDriver):
                     await sandbox.terminate.aio()
         except Exception as error:
             raise EnvError(
-                f"Modal cannot be used: {words_of(error)}",
+                f"Modal cannot be used: {describe_error(error)}",
                 remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, and look at status.modal.com",
             ) from error
 
 
-def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
+def _make_refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
     """Return the error to raise for an ``error`` of the client, with the client's message and a remedy; ``what`` says
-    what failed."""
+    what failed, and ``reason`` is the reason of the episode's failure."""
     from modal.exception import AuthError, PermissionDeniedError, ResourceExhaustedError
 
-    words = f"{what}: {words_of(error)}"
+    words = f"{what}: {describe_error(error)}"
     if isinstance(error, AuthError | PermissionDeniedError):
         return EnvError(words, remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET to a token of your workspace")
     if isinstance(error, ResourceExhaustedError):
@@ -202,7 +206,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDriver:
     """Open the driver of Modal with the settings ``options``. ``readable`` must be empty, because a provider's machine
     cannot read paths of this machine."""
-    settings = driver_settings("modal", ModalSettings, options)
+    settings = validate_driver_settings("modal", ModalSettings, options)
     refuse_missing("modal")
     refuse_readable("modal", readable)
     driver = ModalDriver(settings)

@@ -17,17 +17,17 @@ LABEL = "headrace.owner"
 """The key of the label with the owner's name."""
 
 
-def owner_name() -> str:
+def make_owner_name() -> str:
     """Return the name of this process: machine, boot, process namespace, process id, and start time."""
-    machine = _text_of("/etc/machine-id") or platform.node()
-    pid, boot = os.getpid(), _text_of("/proc/sys/kernel/random/boot_id")
-    return f"{_shortened(machine)}-{_shortened(boot)}-{_pid_namespace()}-{pid}-{_start_time(pid)}"
+    machine = _read_text("/etc/machine-id") or platform.node()
+    pid, boot = os.getpid(), _read_text("/proc/sys/kernel/random/boot_id")
+    return f"{_shorten(machine)}-{_shorten(boot)}-{_pid_namespace()}-{pid}-{_start_time(pid)}"
 
 
 def is_dead(name: str) -> bool:
     """Return whether ``name`` is the name of a process of this machine that has died. Processes of another machine, and
     processes that are not visible from here, are assumed to be alive."""
-    parts, own = name.split("-"), owner_name().split("-")
+    parts, own = name.split("-"), make_owner_name().split("-")
     if len(parts) < len(own) or parts[0] != own[0]:
         return False
     if parts[1] != own[1]:
@@ -52,12 +52,12 @@ def _start_time(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # field 22; field 2 is the program's name in parentheses
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """Return the first twelve letters and digits of an identifier."""
     return "".join(filter(str.isalnum, text)).lower()[:12] or "0"
 
 
-def _text_of(path: str) -> str:
+def _read_text(path: str) -> str:
     """Return the stripped text of a file; empty if it cannot be read."""
     with suppress(OSError):
         return Path(path).read_text(encoding="ascii").strip()

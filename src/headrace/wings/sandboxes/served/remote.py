@@ -13,11 +13,11 @@ from headrace.wings.sandboxes.base import (
     SandboxDriver,
     SandboxSnapshot,
     SandboxSpec,
+    make_unusable_snapshot_error,
     refuse_invalid,
-    unusable_snapshot,
 )
 from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
-from headrace.wings.sandboxes.served.keeping import image_of
+from headrace.wings.sandboxes.served.keeping import choose_image
 from headrace.wings.sandboxes.served.session import ServedSession
 
 OWN_BYTES = 64 * MIB
@@ -41,7 +41,7 @@ class RemoteSession(ServedSession):
     """A session in a sandbox that a service runs."""
 
     def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str) -> None:
-        """Describe a session that starts from ``image``."""
+        """Create a session of ``driver`` with the settings ``spec``, which starts from ``image``."""
         super().__init__(spec)
         self.image = image
         """The image, by the most exact name that the service reports, such as a digest."""
@@ -72,28 +72,31 @@ class RemoteDriver(SandboxDriver):
     """A driver of sessions in sandboxes of a service, whose snapshots are copies of changed files."""
 
     def __init__(self, kind: str, settings: RemoteSettings) -> None:
-        """Describe a driver of sandboxes of ``kind``."""
+        """Create a driver of sandboxes of ``kind`` with ``settings``."""
         self.kind = kind
         self.settings = settings
         self.missing: dict[str, str] = {}
         self._sessions: set[RemoteSession] = set()
+        """The sessions that were started and have not ended."""
         self._copies: set[ChangedFiles] = set()
+        """The copies that were not released."""
 
     @abstractmethod
     async def begin(self, spec: SandboxSpec, image: str) -> RemoteSession:
-        """Return a session of an image, after its server's greeting. The implementation calls :meth:`enter` before the
-        service creates anything."""
+        """Return a session with the settings ``spec`` of ``image``, after its server's greeting. The implementation
+        calls :meth:`enter` before the service creates anything."""
 
     @abstractmethod
     def largest_bytes(self, spec: SandboxSpec) -> int:
-        """Return the size in bytes of the largest file that a copy can contain."""
+        """Return the size in bytes of the largest file that a copy of a session with the settings ``spec`` can
+        contain."""
 
     async def start(self, spec: SandboxSpec) -> RemoteSession:
         """Start a sandbox from the image of ``spec`` or of the settings, list its files, and create the session's
-        directory. Raises :class:`~headrace.base.errors.EpisodeError` where that fails."""
+        directory. Raises :class:`~headrace.base.errors.EpisodeError` if that fails."""
         self.refuse_closed()
         refuse_invalid(spec)
-        session = await self._begin_listed(spec, image_of(self.kind, spec, self.settings.image))
+        session = await self._begin_listed(spec, choose_image(self.kind, spec, self.settings.image))
         await session.prepare()
         return session
 
@@ -103,7 +106,7 @@ class RemoteDriver(SandboxDriver):
         self.refuse_closed()
         files = snapshot.files
         if snapshot.released or not isinstance(files, ChangedFiles) or files not in self._copies:
-            raise unusable_snapshot()
+            raise make_unusable_snapshot_error()
         image = snapshot.spec.image or self.settings.image
         session = await self._begin_listed(snapshot.spec, image)
         try:
@@ -125,7 +128,7 @@ class RemoteDriver(SandboxDriver):
         if not snapshot.released and not self.closed:
             files = snapshot.files
             if not isinstance(files, ChangedFiles) or files not in self._copies:
-                raise unusable_snapshot()
+                raise make_unusable_snapshot_error()
             snapshot.released = True
             self._copies.discard(files)
             files.release()
@@ -139,7 +142,7 @@ class RemoteDriver(SandboxDriver):
         self._copies.clear()
 
     def keep(self, files: ChangedFiles) -> None:
-        """Record a copy, which :meth:`close` deletes."""
+        """Record the copy ``files``, which :meth:`close` deletes."""
         self._copies.add(files)
 
     def enter(self, session: RemoteSession) -> None:

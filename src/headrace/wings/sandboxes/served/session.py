@@ -23,7 +23,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.run import reason_for_signal
-from headrace.wings.sandboxes.base import Execution, SandboxSession, SandboxSpec, without_own
+from headrace.wings.sandboxes.base import Execution, SandboxSession, SandboxSpec, remove_own_variables
 
 STARTED_S = 120.0
 """The longest time until a server sends its greeting, in seconds; it includes the download of an image."""
@@ -32,7 +32,7 @@ GRACE_S = 15.0
 ended."""
 SHORTEST_S = 0.001
 """The shortest timeout of a call in seconds, so that a call after the end of the lifetime raises the right error."""
-_NOT_OF_COMMANDS = frozenset({"LC_ALL", "container", "HOSTNAME", "TERM"})
+_CONTAINER_VARIABLES = frozenset({"LC_ALL", "container", "HOSTNAME", "TERM"})
 """Variables that containers set in addition to the variables of their image; commands do not receive them."""
 _PROGRAMS = ("bash", "cat", "mkdir", "tar")
 
@@ -43,7 +43,7 @@ class ServerChannel(ABC):
 
     @abstractmethod
     async def send(self, data: bytes) -> None:
-        """Send bytes. Raises ``OSError`` if the server has ended."""
+        """Send the bytes ``data``. Raises ``OSError`` if the server has ended."""
 
     @abstractmethod
     async def line(self) -> bytes:
@@ -83,7 +83,7 @@ class ServedSession(SandboxSession):
     """A session whose server is at the other end of a :class:`ServerChannel`."""
 
     def __init__(self, spec: SandboxSpec) -> None:
-        """Describe a session; :meth:`attach` connects it to its server. Raises
+        """Create a session with the settings ``spec``; :meth:`attach` connects it to its server. Raises
         :class:`~headrace.base.errors.EpisodeError` for a spec with forwards, because they would need a listening
         program in the image."""
         if spec.forwards:
@@ -94,7 +94,9 @@ class ServedSession(SandboxSession):
             )
         super().__init__(spec)
         self._channel: ServerChannel | None = None
+        """The connection to the server; ``None`` before :meth:`attach` and after the end."""
         self._until_s = 0.0
+        """Time at which the session's lifetime is over."""
 
     async def attach(self, channel: ServerChannel) -> None:
         """Wait for the greeting of the server at the other end of ``channel``, and read the programs and variables of
@@ -119,15 +121,16 @@ class ServedSession(SandboxSession):
             raise EpisodeError(f"a session cannot start: {words}", remedy=remedy, reason="session_start")
         self._until_s = RealClock().now() + self.spec.life_s
         entries = base64.b64decode(greeting[1]).decode("utf-8", "replace").split("\0")
-        found = without_own(dict(entry.partition("=")[::2] for entry in entries if entry))
-        self.base_variables = {name: value for name, value in found.items() if name not in _NOT_OF_COMMANDS}
+        found = remove_own_variables(dict(entry.partition("=")[::2] for entry in entries if entry))
+        self.base_variables = {name: value for name, value in found.items() if name not in _CONTAINER_VARIABLES}
         self.programs = dict(zip(_PROGRAMS, greeting[2:], strict=True))
         self.variables = self.first_variables()
 
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
-        """Run a program in the session, as the contract says."""
+        """Run the program ``argv`` in the session, with the parameters ``stdin``, ``directory``, ``variables`` and
+        ``limits`` of :meth:`~headrace.wings.sandboxes.base.SandboxSession.execute`."""
         assignments = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
         words = [directory, *assignments, *argv]
         data = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words) + stdin
@@ -138,18 +141,18 @@ class ServedSession(SandboxSession):
         )  # fmt: skip
         nonce = secrets.token_hex(16)
         answer, outputs = await self._call(
-            "run", nonce, " ".join(map(str, numbers)), data, within_s=limits.wall_s + GRACE_S
+            "run", nonce, " ".join(map(str, numbers)), data, timeout_s=limits.wall_s + GRACE_S
         )
-        return _execution(answer, outputs, limits)
+        return _make_execution(answer, outputs, limits)
 
     async def end_background(self) -> int:
         """Kill all processes of the session, and return their number."""
-        (number,), _ = await self._call("end", secrets.token_hex(16), within_s=GRACE_S)
+        (number,), _ = await self._call("end", secrets.token_hex(16), timeout_s=GRACE_S)
         return int(number)
 
     async def count_background(self) -> int:
         """Return the number of background processes."""
-        (number,), _ = await self._call("count", secrets.token_hex(16), within_s=GRACE_S)
+        (number,), _ = await self._call("count", secrets.token_hex(16), timeout_s=GRACE_S)
         return int(number)
 
     async def stop(self) -> None:
@@ -174,19 +177,20 @@ class ServedSession(SandboxSession):
         """Remove the ended session from its driver's records. Subclasses override this; here it does nothing."""
 
     async def _call(
-        self, what: str, nonce: str, numbers: str = "", data: bytes = b"", *, within_s: float
+        self, what: str, nonce: str, numbers: str = "", data: bytes = b"", *, timeout_s: float
     ) -> tuple[list[str], list[bytes]]:
-        """Send the server the request ``what`` (run, end or count), and return the words and the outputs of its answer.
-        End the session if no answer arrives within ``within_s`` seconds, or if the call is cancelled. Raises
+        """Send the server the request ``what`` (run, end or count), and return the words and the outputs of its answer,
+        which repeats ``nonce``. ``numbers`` are the request's further words, and ``data`` its bytes. End the session if
+        no answer arrives within ``timeout_s`` seconds, or if the call is cancelled. Raises
         :class:`~headrace.wings.sandboxes.base.SessionEnded` if the session has ended."""
         assert self._channel is not None
         left_s = self._until_s - RealClock().now()
         try:
-            async with asyncio.timeout(max(SHORTEST_S, min(within_s, left_s))):
+            async with asyncio.timeout(max(SHORTEST_S, min(timeout_s, left_s))):
                 await self._channel.send(f"{what} {nonce} {numbers}".rstrip().encode() + b"\n" + data)
                 return await self._answer(what, nonce)
         except TimeoutError:
-            over = left_s < within_s
+            over = left_s < timeout_s
             await self.give_up(f"its time of {self.spec.life_s:g} s is over" if over else "it did not answer in time")
         except (EOFError, OSError):
             over = RealClock().now() >= self._until_s
@@ -211,16 +215,16 @@ class ServedSession(SandboxSession):
             raise ValueError(words)
         if what != "run":
             return words[1:], []
-        return words[1:5], [_unmarked(await self._channel.exactly(int(size)), nonce) for size in words[5:]]
+        return words[1:5], [_remove_mark(await self._channel.exactly(int(size)), nonce) for size in words[5:]]
 
 
-def _unmarked(data: bytes, nonce: str) -> bytes:
+def _remove_mark(data: bytes, nonce: str) -> bytes:
     """Return an output without the mark that the server appends to it (the nonce in a line of its own) and without what
     follows the mark."""
     return data.rpartition(f"\n{nonce}\n".encode())[0] if f"\n{nonce}\n".encode() in data else data
 
 
-def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxLimits) -> Execution:
+def _make_execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxLimits) -> Execution:
     """Return the result of a program. ``answer`` is what the server reports: the reason, the status, whether a signal
     ended the program, and its processor time; ``outputs`` are standard output, standard error and the state pipe."""
     stdout, stderr, state = outputs

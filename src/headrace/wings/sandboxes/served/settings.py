@@ -13,8 +13,8 @@ from headrace.base.errors import ConfigError
 S = TypeVar("S", bound=Section)
 
 
-def driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> S:
-    """Return the settings of sandboxes of ``kind`` as a record of ``section``. Raises
+def validate_driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> S:
+    """Return ``options``, the settings of sandboxes of ``kind``, as a record of ``section``. Raises
     :class:`~headrace.base.errors.ConfigError` for an invalid setting."""
     try:
         return section(**options)
@@ -28,7 +28,7 @@ def driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> 
 
 def refuse_readable(kind: str, readable: Sequence[str]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if ``readable`` names paths of this machine, because a remote
-    machine cannot read them."""
+    machine of a service of ``kind`` cannot read them."""
     if readable:
         raise ConfigError(
             f"readable={list(readable)} cannot be shown to sandboxes of kind {kind!r}, which run elsewhere",

@@ -40,13 +40,13 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """The content of one event of a stream, decoded from the server's JSON."""
+    """The part of an answer that one server-sent event of a stream carries, decoded from the server's JSON."""
 
     ids: Sequence[int]
     """Ids of the new tokens."""
     logprobs: Sequence[float]
     """Logprobs of the new tokens; NaN where the server reported no finite number."""
-    ended: str = ""
+    finish_reason: str = ""
     """The reason why the stream ended: ``stop``, ``length`` or ``abort``; empty while it continues."""
     spans: tuple[VersionSpan, ...] | None = None
     """The versions of all tokens of the stream, in its last event; ``None`` in other events, and from a server that

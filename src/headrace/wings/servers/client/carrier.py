@@ -108,9 +108,13 @@ class Carrier:
         calls methods of its workers through these connections."""
         self._wire, self._call_workers, self._config = wire, call_workers, config
         self._run = public_name()
+        """Name of this run, by which the workers recognise its sender."""
         self._directory_name = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
+        """Name of the directory for the received files on each of the server's machines."""
         self._offer: _GroupOffer | None = None
+        """The process group in use, or the offer to join it; ``None`` before the first transfer and after a failure."""
         self._used = False
+        """Whether any transfer was begun, so that the workers must clean up."""
 
     def carry(self, directory: Path, version: int) -> Path:
         """Send the version ``version``, which consists of all files in ``directory``, to the server's machines, and

@@ -116,11 +116,17 @@ class ServedEngine:
             trained=receiver is not None,
         )
         self._streams = wire.call(_make_streams(wire, server, self._chunk_queue, stream_config, clock), CONTROL_S)
+        """The asynchronous side: the server's streams and commits."""
         self._arrivals = itertools.count()
+        """Numbers the requests in the order of their arrival."""
         self._live: dict[int, _ServedForkSource] = {}
+        """The tokens of running requests, by request id."""
         self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
+        """The tokens of the last ended requests, by request id, from which forks may continue."""
         self._loading_version: int | None = None
+        """The version that a running commit loads; ``None`` if no commit runs."""
         self._version = NOT_SAMPLED
+        """The version of the last commit whose report was taken."""
         self._paused = False
 
     def facts(self) -> dict[str, str | int | float]:
@@ -138,7 +144,7 @@ class ServedEngine:
         the request, and :class:`~headrace.base.errors.EngineFull` if too many requests wait."""
         name = f"request {request.request_id}"
         if problem := self._problem(request):
-            raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
+            raise RequestError(f"{name}: {problem}", remedy="correct it, or set engine.kind to 'native'")
         if self._streams.stats.waiting >= self._config.max_waiting:
             raise EngineFull(
                 f"{name} would be one more than engine.max_waiting={self._config.max_waiting} that wait",
@@ -256,7 +262,7 @@ class ServedEngine:
         if release and not self._capabilities.releases:
             raise RequestError(
                 f"{self._name} cannot release its memory on {self._config.device}",
-                remedy="pause without release, or take engine.kind = 'native'",
+                remedy="pause without release, or set engine.kind to 'native'",
             )
         self._refuse_broken()
         self._wire.call(self._streams.sleep() if release else self._streams.pause(), CONTROL_S)
@@ -372,11 +378,11 @@ class ServedEngine:
     def _refuse_broken(self) -> None:
         """Raise the error of the connection to the server, if the connection has ended."""
         if self._wire.failure is not None:
-            raise self._wire.over() from self._wire.failure
+            raise self._wire.make_closed_error() from self._wire.failure
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
         """Start the task in which the server loads ``version``; this method runs in the event loop."""
-        self._swap = self._wire.spawn(self._streams.swap(version, mode))
+        self._swap = self._wire.start_task(self._streams.swap(version, mode))
 
     async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
         """Request the scores of ``ids`` from the server, computed with the adapter of the policy."""
@@ -386,7 +392,7 @@ class ServedEngine:
     async def _adopt(self, version: int) -> None:
         """If adapters are trained, let the server load the files of ``version``; otherwise only set the label of the
         weights that it already has."""
-        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
+        handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.make(version)
         if handover.form.adapters[""]:  # the server's model directory has no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
         else:

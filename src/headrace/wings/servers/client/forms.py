@@ -33,6 +33,7 @@ class ServedForm:
         lora, dtype = required.lora, getattr(torch, required.dtype)
         with BUILDING, torch.device("meta"):
             self._model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(required.path), dtype=dtype)
+            """The model without storage, on the meta device."""
             if lora is not None:
                 add_adapters(self._model, lora.model_copy(update={"adapter": None}), required.path)
         self.adapters: Mapping[str, str] = {"": DEFAULT, **{one: one for one in lora.agents}} if lora else {"": ""}

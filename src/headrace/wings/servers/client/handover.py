@@ -34,6 +34,7 @@ class Handover:
         self.carrier: Carrier | None = None
         """The sender to the server's machines; ``None`` if the server can read ``directory``."""
         self._carried: dict[int, Path] = {}
+        """Directory on the server's machines of each version that was sent there."""
 
     def path(self, version: int) -> Path:
         """Return the directory of ``version``, as a path on the server's machine."""

@@ -59,7 +59,7 @@ class ServerKind(EngineKind):
     """Settings of ``[engine]`` that have no effect on a server."""
 
 
-def settings_of(config: EngineConfig) -> ServerConfig:
+def get_server_settings(config: EngineConfig) -> ServerConfig:
     """Return the ``[engine.server]`` settings of an engine that is a server."""
     assert isinstance(config.server, ServerConfig)
     return config.server

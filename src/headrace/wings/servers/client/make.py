@@ -24,7 +24,7 @@ from headrace.wings.servers.client.core import ServedEngine, ServedLimits
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
-from headrace.wings.servers.client.kind import ServerKind, settings_of
+from headrace.wings.servers.client.kind import ServerKind, get_server_settings
 from headrace.wings.servers.client.launching import ServeRequirements, installed_version, model_alone, refuse_untested
 from headrace.wings.servers.client.ownership import own_server
 from headrace.wings.servers.client.server import Server, ServerParts
@@ -52,7 +52,7 @@ def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
     form = ServedForm(required)
     receiver = None if setup.own_weights else setup.receive(form.tensors())
     with ExitStack() as kept:
-        folder = settings_of(config).weights_dir
+        folder = get_server_settings(config).weights_dir
         directory = Lease.create_directory(Path(folder) if folder else shared_memory_root())
         kept.callback(directory.end)
         handover = Handover(directory.path, form, setup.deadline_s)
@@ -79,7 +79,7 @@ def open_served_engine(
     started or reached, or does not fit."""
     kind, directory = ENGINES.load(config.kind), handover.directory
     assert isinstance(kind, ServerKind)
-    parts, settings = kind.parts(), settings_of(config)
+    parts, settings = kind.parts(), get_server_settings(config)
     dialect, found = parts.dialect, settings.urls
     address = Address(url=found[0], token=secret(settings.token_from)) if found else parts.own_address(directory)
     path = required.path if found else model_alone(required.path, directory)
@@ -111,7 +111,7 @@ def open_served_engine(
 def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig | None:
     """Return the settings for sending versions to the server's machines; ``None`` if the server can read the folder of
     the versions. Raises :class:`~headrace.base.errors.ConfigError` if this machine cannot send in the chosen way."""
-    settings = settings_of(config)
+    settings = get_server_settings(config)
     if settings.weights_by == "files":
         return None
     carrier_config = CarrierConfig(

@@ -66,9 +66,9 @@ class Labels:
     run.
 
     >>> labels = Labels("vLLM at http://10.9.0.2:8000", run="5f3a")
-    >>> labels.of(7), labels.version("7:5f3a")
+    >>> labels.make(7), labels.parse("7:5f3a")
     ('7:5f3a', 7)
-    >>> labels.version("7:99d1")
+    >>> labels.parse("7:99d1")
     Traceback (most recent call last):
     ...
     headrace.base.errors.EngineUnfit: vLLM at http://10.9.0.2:8000 has got weights from another run ('7:99d1')
@@ -80,11 +80,11 @@ class Labels:
         one); it is empty if the weights never change, so that several runs may use one server."""
         self._server, self._run = server, secrets.token_hex(4) if run is None else run
 
-    def of(self, version: int) -> str:
+    def make(self, version: int) -> str:
         """Return the label of ``version``."""
         return f"{version}:{self._run}"
 
-    def version(self, label: str) -> int:
+    def parse(self, label: str) -> int:
         """Return the version in a ``label`` that the server has reported. Raises ``ValueError`` if the version is not a
         number, and :class:`~headrace.base.errors.ComponentDied` for the label of weights that this run did not load."""
         version, mark, run = label.partition(":")

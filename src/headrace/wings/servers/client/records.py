@@ -30,13 +30,15 @@ class RoutingDecoder:
     some of the layers may have experts."""
 
     def __init__(self, routed: RoutedModel, num_layers: int) -> None:
-        """Create a decoder; ``routed`` describes the experts of the model and the layers that have experts."""
+        """Create a decoder. ``routed`` describes the experts of the model, and says which layers have experts."""
         self._routed, self._num_layers = routed, num_layers
         self._depths = [layer.depth for layer in routed.layers]
+        """Index of each mixture-of-experts layer among all layers of the model."""
 
-    def of(self, reported: npt.NDArray[Any], count: int) -> Experts:
-        """Return the experts of ``count`` tokens, ``[N, L, K]``, from the array ``reported``, which covers every layer
-        and is flat or of shape ``[N, H, K]``. Raises ``ValueError`` if the experts cannot come from this model."""
+    def convert(self, reported: npt.NDArray[Any], count: int) -> Experts:
+        """Convert the array that a server has ``reported`` for ``count`` tokens: check it, and keep the layers that
+        have experts. ``reported`` covers all H layers, and is flat or of shape ``[N, H, K]``; the result has the shape
+        ``[N, L, K]``. Raises ``ValueError`` if the experts cannot come from this model."""
         shape = (count, self._num_layers, self._routed.top_k)
         if reported.shape not in (shape, (math.prod(shape),)):
             raise ValueError(f"experts of shape {reported.shape}, expected {shape}")
@@ -56,7 +58,9 @@ def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: i
         raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
         if token not in span or any(a >= b for a, b in itertools.pairwise(span)):
-            raise ValueError(f"token {token} with a kept-set of {len(span)} that it is not in, or that is out of order")
+            raise ValueError(
+                f"token {token} with a kept-set of {len(span)} that does not contain it or is not ascending"
+            )
         if span[-1] >= vocab_size:
             raise ValueError(f"a kept-set with {span[-1]}, outside the vocabulary of {vocab_size}")
 

@@ -74,6 +74,7 @@ class Server:
         user should have used for a server that was already running."""
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
         self._process: subprocess.Popen[bytes] | None = None
+        """The process that the engine started; ``None`` for a server that was already running."""
 
     def __str__(self) -> str:
         """Return the name and the address of the server, for messages."""
@@ -100,14 +101,14 @@ class Server:
         ends."""
         return wire.call(self._wait_until_serving(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
-    async def refuse_dead(self, client: httpx.AsyncClient, *, ask: bool = True) -> None:
-        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended or, with ``ask``, if the
-        server does not answer a health check."""
+    async def check_health(self, client: httpx.AsyncClient, *, probe: bool = True) -> None:
+        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended or, with ``probe``, if
+        the server does not answer a health check."""
         import httpx
 
         if words := self._ended():
             raise ComponentDied(words, remedy="look at the end of the engine's log")
-        if not ask:
+        if not probe:
             return
         try:
             answer = await client.get("/health", timeout=HEALTH_S)
@@ -118,12 +119,12 @@ class Server:
             await asyncio.sleep(0.5)  # its process may be about to end, and the exit code is the better reason
             raise ComponentDied(self._ended() or f"{self} {words}", remedy="look at its log")
 
-    def lacks(self, what: str) -> EngineUnfit:
+    def make_missing_record_error(self, what: str) -> EngineUnfit:
         """Return the error for a server that does not report a required record of each token, so that its answers
         cannot be used. ``what`` is the name of the record, such as ``experts``."""
         return EngineUnfit(
-            f"{self} tells no {what} of its tokens",
-            remedy=f"start it so: {self._command}",
+            f"{self} does not report the {what} of its tokens",
+            remedy=f"start it with this command: {self._command}",
         )
 
     def close(self) -> None:

@@ -84,21 +84,31 @@ class AnswerStreams:
         )
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
+        """Heap of the answers that wait for a free stream, each with its sort key."""
         self._held_back_answers: list[StreamedAnswer] | None = None
         """Answers that wait while admission is stopped; ``None`` while answers are admitted."""
         self._running: dict[int, StreamedAnswer] = {}
+        """The answers that have a stream, by request id."""
         self._answers_by_id: dict[int, StreamedAnswer] = {}
-        self._resumed, self._changed = asyncio.Event(), asyncio.Event()
+        """All answers that have not ended, by request id."""
+        self._resumed = asyncio.Event()
+        """Set while the server is not paused for a commit or by :meth:`sleep`."""
         self._resumed.set()
+        self._changed = asyncio.Event()
+        """Set whenever an answer ends or is halted."""
         self.labels = Labels(str(server), None if config.trained else "")
         self._version = NOT_SAMPLED
+        """The version of the weights that the server uses now."""
         self._is_asleep = False
         """Whether the server has released its memory."""
         self._busy_since_s = 0.0
+        """Time at which the first of the running answers started."""
         self._last_token_s = clock.now()
+        """Time at which the newest token arrived or the server became busy."""
         self.stats = EngineStats()
         """The engine's counters. Each change replaces the immutable record, so any thread may read it."""
-        self._watching = wire.spawn(self._watch())
+        self._watching = wire.start_task(self._watch())
+        """The task that watches the server's health."""
 
     def adopt(self, version: int) -> None:
         """Record that the server uses the weights of ``version``; tokens that arrive from now on are stamped with
@@ -171,7 +181,7 @@ class AnswerStreams:
             await self._wait_until_halted()
         running = list(self._running.values())
         handover = self._server.handover
-        path, label = handover.path(version), self.labels.of(version)
+        path, label = handover.path(version), self.labels.make(version)
         await self._dialect.load(self._wire.client, path, label, handover.form.folders)
         self.adopt(version)
         restarted = running if mode is Interrupt.ABORT_RETRY else []
@@ -218,7 +228,7 @@ class AnswerStreams:
             if not self._running:
                 self._busy_since_s = self._last_token_s = self._clock.now()
             self._running[request_id] = answer
-            answer.task = self._wire.spawn(self._run(answer))
+            answer.task = self._wire.start_task(self._run(answer))
         self._update_stats()
 
     def _remove(self, answer: StreamedAnswer) -> None:
@@ -283,7 +293,7 @@ class AnswerStreams:
         """Stream one answer to its end; this is the body of its task. If the server ends the stream for a commit, wait
         until the server resumes, and request the rest of the answer in a new stream."""
         try:
-            while (ended := await self._stream(answer)) == ABORT:
+            while (finish_reason := await self._stream(answer)) == ABORT:
                 if self._resumed.is_set():
                     raise SequenceFailed(
                         f"{self._dialect.name} withdrew request {answer.request.request_id}", remedy="look at its log"
@@ -295,7 +305,7 @@ class AnswerStreams:
         except RequestError as error:
             self._chunk_queue.put(answer.chunk(error=error))
         else:
-            self._chunk_queue.put(answer.chunk(_REASONS[ended]))
+            self._chunk_queue.put(answer.chunk(_REASONS[finish_reason]))
         self._remove(answer)
         self._admit()
 
@@ -309,7 +319,7 @@ class AnswerStreams:
             ids=[*answer.prompt, *answer.ids],
             sampling=answer.request.sampling,
             max_new_tokens=answer.request.sampling.max_new_tokens - len(answer.ids),
-            label=self.labels.of(self._version),
+            label=self.labels.make(self._version),
             record_kept=self._config.record_kept,
             adapter=self._server.handover.form.adapters[answer.request.agent],
         )
@@ -321,7 +331,7 @@ class AnswerStreams:
                     raise await self._refusal(reply)
                 return await self._read_stream(answer, reply)
         except httpx.HTTPError as error:
-            await self._server.refuse_dead(self._wire.client)
+            await self._server.check_health(self._wire.client)
             raise SequenceFailed(
                 f"{self._dialect.name} broke off an answer: {type(error).__name__}: {error}", remedy="look at its log"
             ) from None
@@ -331,7 +341,7 @@ class AnswerStreams:
         :class:`~headrace.base.errors.ComponentDied` if the server is dead."""
         status, body = reply.status_code, (await reply.aread())[:500]
         if status not in _REQUEST_ERRORS:
-            await self._server.refuse_dead(self._wire.client)
+            await self._server.check_health(self._wire.client)
         problem = f"{self._dialect.name} answered {status}: {body.decode('utf-8', 'replace')}"
         if status in (429, 503):
             return EngineFull(problem, remedy="ask for less at once")
@@ -352,7 +362,7 @@ class AnswerStreams:
                 self._append(answer, part)
                 if spans is not None:
                     answer.correct_versions(spans)
-                if part.ended in _REASONS and answer.request.sampling.record_routing:
+                if part.finish_reason in _REASONS and answer.request.sampling.record_routing:
                     answer.experts_NLK = self._experts(answer, part)
             except ValueError as error:
                 raise SequenceFailed(
@@ -360,8 +370,8 @@ class AnswerStreams:
                     f"{type(error).__name__}: {error}",
                     remedy="is it of a version that was tested? look at its log",
                 ) from None
-            if part.ended:
-                return part.ended
+            if part.finish_reason:
+                return part.finish_reason
         raise SequenceFailed(f"{self._dialect.name} ended an answer without a reason", remedy="look at its log")
 
     def _versions(self, part: StreamPart) -> list[tuple[int, int]] | None:
@@ -370,10 +380,10 @@ class AnswerStreams:
         that this run did not load."""
         try:
             if part.label is not None:
-                self.labels.version(part.label)
+                self.labels.parse(part.label)
             if part.spans is None:
                 return None
-            return [(self.labels.version(span.version), max(0, span.end - span.start)) for span in part.spans]
+            return [(self.labels.parse(span.version), max(0, span.end - span.start)) for span in part.spans]
         except ComponentDied:
             self._discard_running()  # the server may have had the other weights for any length of time
             raise
@@ -393,14 +403,14 @@ class AnswerStreams:
             raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
         if max(part.ids, default=0) >= self._config.vocab_size:
             raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._config.vocab_size}")
-        if part.ended not in _ENDS:
-            raise ValueError(f"an end for the reason {part.ended!r}")
+        if part.finish_reason not in _ENDS:
+            raise ValueError(f"finish reason {part.finish_reason!r}")
         sampling = answer.request.sampling
         if len(answer.ids) + len(part.ids) > sampling.max_new_tokens:
             raise ValueError(f"more than {sampling.max_new_tokens} tokens")
         if sampling.record_kept and part.ids:
             if part.kept is None:
-                raise self._server.lacks("kept-sets")
+                raise self._server.make_missing_record_error("kept-sets")
             refuse_kept(part.kept, part.ids, self._config.vocab_size)
         first = answer.stream_start == len(answer.ids)
         answer.append(part, self._version)
@@ -411,7 +421,7 @@ class AnswerStreams:
             steps=self.stats.steps + 1,
         )
         due = len(answer.ids) - answer.num_sent >= self._config.flush_tokens
-        if due and not part.ended and not sampling.record_routing:  # experts are reported at the end only
+        if due and not part.finish_reason and not sampling.record_routing:  # experts are reported at the end only
             self._chunk_queue.put(answer.chunk())
 
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
@@ -419,8 +429,8 @@ class AnswerStreams:
         has reported none."""
         assert self._config.routing is not None
         if part.experts is None:
-            raise self._server.lacks("experts")
-        return self._config.routing.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
+            raise self._server.make_missing_record_error("experts")
+        return self._config.routing.convert(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
         """Check every :data:`WATCH_S` seconds whether the server is alive, and raise an error if it is dead, even if
@@ -429,7 +439,7 @@ class AnswerStreams:
             await asyncio.sleep(WATCH_S)
             silent_s = self._clock.now() - self._last_token_s
             is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back_answers is None
-            await self._server.refuse_dead(self._wire.client, ask=is_silent)
+            await self._server.check_health(self._wire.client, probe=is_silent)
 
     def _update_stats(self, **changed: float) -> None:
         """Replace the engine's counters by a copy with the ``changed`` figures and the current numbers of running and
@@ -445,10 +455,13 @@ class ChunkQueue:
     engine. The tokens of the open requests bound its size."""
 
     def __init__(self) -> None:
-        """Make an empty queue."""
+        """Create an empty queue."""
         self._chunks: deque[TokenChunk] = deque()
+        """Chunks that the engine has not fetched yet."""
         self._swaps: deque[SwapReport] = deque()
+        """Commit reports that the engine has not fetched yet."""
         self._filled = threading.Event()
+        """Set when the queue receives a chunk or a report."""
 
     def put(self, chunk: TokenChunk) -> None:
         """Add a chunk for the reader of an answer."""

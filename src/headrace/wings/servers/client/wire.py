@@ -64,7 +64,9 @@ class Wire:
         """Create the wire to the server at ``address``; the ``with`` statement starts it."""
         self.address = address
         self.failure: BaseException | None = None
+        """The error with which the event loop has ended; ``None`` while it runs, and after a normal end."""
         self._ready = threading.Event()
+        """Set once the client is open or the event loop has failed."""
         self._thread = threading.Thread(target=self._run, name=f"wire to {address}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -83,23 +85,23 @@ class Wire:
         """Return the HTTP client, which must be used within the event loop."""
         return self._client
 
-    def call(self, work: Coroutine[Any, Any, A], within_s: float) -> A:
-        """Run ``work`` in the event loop from another thread, and return its result or raise its error. Raises
-        :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``within_s`` seconds, or if the loop has
+    def call(self, coroutine: Coroutine[Any, Any, A], timeout_s: float) -> A:
+        """Run ``coroutine`` in the event loop from another thread, and return its result or raise its error. Raises
+        :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``timeout_s`` seconds, or if the loop has
         ended."""
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
-            work.close()
-            raise self.over() from None
+            coroutine.close()
+            raise self.make_closed_error() from None
         try:
-            return future.result(within_s)
+            return future.result(timeout_s)
         except CancelledError:
-            raise self.over() from None
+            raise self.make_closed_error() from None
         except TookTooLong:
             future.cancel()
             raise ComponentDied(
-                f"the server at {self.address} has not answered for {within_s:g} s", remedy="look at its log"
+                f"the server at {self.address} has not answered for {timeout_s:g} s", remedy="look at its log"
             ) from None
 
     def post(self, function: Callable[..., object], *args: object) -> None:
@@ -108,12 +110,12 @@ class Wire:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task in the event loop. The task is cancelled when the loop ends, and an error of the task ends the
-        loop. This method must be called in the event loop."""
-        return self._group.create_task(work)
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that runs ``coroutine`` in the event loop, and return it. The task is cancelled when the loop
+        ends, and an error of the task ends the loop. This method must be called in the event loop."""
+        return self._group.create_task(coroutine)
 
-    def over(self) -> ComponentDied:
+    def make_closed_error(self) -> ComponentDied:
         """Return an error with the reason why the event loop has ended, for callers that still try to use it."""
         self._thread.join(END_S)  # the failure is set when the last task has ended
         failure = self.failure

@@ -10,7 +10,7 @@ from pathlib import Path
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus
-from headrace.wings.servers.client.kind import settings_of
+from headrace.wings.servers.client.kind import get_server_settings
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
 from headrace.wings.servers.client.wire import Address
@@ -52,13 +52,13 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     )  # for display: a server that was found has its key
     key = ["--config", address.key_file] if address.key_file else shown
     argv = [
-        *(interpreter(settings_of(config)), "-m", "sglang.launch_server"),
+        *(interpreter(get_server_settings(config)), "-m", "sglang.launch_server"),
         *(str(part) for pair in settings.items() for part in pair),
         *key,
         *("--incremental-streaming-output", "--enable-cache-report"),
         *(["--enable-return-routed-experts"] if required.record_routing else []),
         *(["--enable-memory-saver", "--enable-weights-cpu-backup"] if required.sleeps else []),
-        *settings_of(config).args,
+        *get_server_settings(config).args,
     ]
     variables = {"SGLANG_USE_MODELSCOPE": "0"}
     if config.device != CPU:

@@ -109,7 +109,7 @@ class SglangDialect:
         return StreamPart(
             ids=[one[1] for one in new_tokens],
             logprobs=[math.nan if one[0] is None else one[0] for one in new_tokens],
-            ended="" if meta.finish_reason is None else meta.finish_reason.type,
+            finish_reason="" if meta.finish_reason is None else meta.finish_reason.type,
             label=meta.weight_version,
             experts=None if meta.routed_experts is None else numbers(meta.routed_experts),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from headrace.engine.config import EngineConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus
-from headrace.wings.servers.client.kind import settings_of
+from headrace.wings.servers.client.kind import get_server_settings
 from headrace.wings.servers.client.launching import ServeRequirements, interpreter
 from headrace.wings.servers.client.server import Command
 from headrace.wings.servers.client.wire import Address
@@ -20,7 +20,7 @@ CPU_CACHE_MB = 1024
 """Size of the key-value cache on processors in MiB, unless ``engine.server.cache_mb`` is set."""
 NO_RECORDS = (
     ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
-    "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
+    "learner.keep_sampling_mask = false and learner.keep_routing = false, or set engine.kind to 'native'"
 )
 """Advice for a server on processors that must report kept-sets or experts and exits before it serves."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -38,7 +38,7 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
     model, the adapters and the records in ``required``."""
     on_cpu = config.device == CPU
     where = ["--uds", address.socket] if address.socket else ["--host", address.host, "--port", str(address.port)]
-    cache = settings_of(config).cache_mb or (CPU_CACHE_MB if on_cpu else None)
+    cache = get_server_settings(config).cache_mb or (CPU_CACHE_MB if on_cpu else None)
     share = ["--gpu-memory-utilization", f"{config.cache_share}"] if config.cache_share else []
     settings = {
         "--dtype": required.dtype,
@@ -57,7 +57,7 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
             "--max-loras": 1 + len(required.lora.agents),
         }
     argv = [
-        *(interpreter(settings_of(config)), "-m", "vllm.entrypoints.cli.main", "serve", required.path, *where),
+        *(interpreter(get_server_settings(config)), "-m", "vllm.entrypoints.cli.main", "serve", required.path, *where),
         *(str(part) for pair in settings.items() for part in pair),
         *("--enable-scale-out", "--enable-prefix-caching", "--uvicorn-log-level", "warning"),
         *(["--enable-lora"] if required.lora is not None else []),
@@ -68,7 +68,7 @@ def command(config: EngineConfig, required: ServeRequirements, address: Address)
         *(["--tensor-parallel-size", str(config.tensor)] if config.tensor > 1 else []),
         *(["--pipeline-parallel-size", str(config.pipeline)] if config.pipeline > 1 else []),
         *(["--enable-sleep-mode"] if required.sleeps else []),
-        *settings_of(config).args,
+        *get_server_settings(config).args,
     ]
     variables = {
         "PYTHONPATH": str(INSIDE),

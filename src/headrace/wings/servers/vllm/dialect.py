@@ -125,15 +125,15 @@ class VllmDialect:
         if not event_data.choices:
             return None
         choice = event_data.choices[0]
-        ids, spans, ended = choice.token_ids or [], choice.weight_versions, choice.finish_reason or ""
+        ids, spans, finish_reason = choice.token_ids or [], choice.weight_versions, choice.finish_reason or ""
         content = choice.logprobs.content if choice.logprobs is not None else None
         logprobs = [math.nan if one.logprob < NOT_FINITE else one.logprob for one in content or ()]
-        if ended and spans is None and num_seen + len(ids):
+        if finish_reason and spans is None and num_seen + len(ids):
             raise ValueError("no versions of the weights came with the end of an answer")
         return StreamPart(
             ids=ids,
             logprobs=logprobs,
-            ended=ended,
+            finish_reason=finish_reason,
             spans=tuple(spans) if spans else None,
             kept=choice.sampling_mask,
             experts=None if choice.routed_experts is None else decode_array(choice.routed_experts),

@@ -101,12 +101,12 @@ class Extension:
 
     def register_adapter(self, name: str) -> None:
         """Store the number that vLLM has assigned to the last loaded adapter under ``name``."""
-        self._numbers()[name] = max(self._worker().list_loras())
+        self._adapter_numbers()[name] = max(self._as_worker().list_loras())
 
     def replace_adapter(self, name: str, path: str) -> None:
         """Load the adapter in the directory ``path`` in place of the adapter ``name``."""
-        number = self._numbers()[name]
-        self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
+        number = self._adapter_numbers()[name]
+        self._as_worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
 
     def other_source(self, run: str) -> str | None:
         """Return the address of another run that sends versions to this machine; empty if there is none, ``None`` in
@@ -129,20 +129,21 @@ class Extension:
         self._version_receiver().stop_receiving()
 
     def _is_receiver(self) -> bool:
-        """Return whether this worker receives versions: it is the first of its machine."""
-        first: bool = self._worker().local_rank == 0
-        return first
+        """Return whether this worker receives versions. The worker with local rank 0 receives them for all workers of
+        its machine."""
+        is_receiver: bool = self._as_worker().local_rank == 0
+        return is_receiver
 
     def _version_receiver(self) -> Any:
         """Return the receiver of this worker, which is made at the first call."""
-        return self.__dict__.setdefault("version_receiver_of_headrace", VersionReceiver(self._worker().device))
+        return self.__dict__.setdefault("version_receiver_of_headrace", VersionReceiver(self._as_worker().device))
 
-    def _numbers(self) -> dict[str, int]:
+    def _adapter_numbers(self) -> dict[str, int]:
         """Return vLLM's number of each registered adapter, by name."""
         numbers: dict[str, int] = self.__dict__.setdefault("adapters_of_headrace", {})
         return numbers
 
-    def _worker(self) -> Any:
+    def _as_worker(self) -> Any:
         """Return this object as the worker: vLLM makes this class a base of its worker's class."""
         return self
 

@@ -44,9 +44,13 @@ class VersionReceiver:
         """Create a receiver. ``device`` is the worker's device, to which NCCL receives."""
         self._device = device
         self._group: _Group | None = None
+        """The process group that this worker has joined; ``None`` before the first order and after a failure."""
         self._directory = _SharedDirectory()
+        """Directory of the received versions."""
         self._status: dict[str, Any] = {}
+        """State of the latest order, as :meth:`receive_status` returns it."""
         self._changing = threading.Lock()
+        """Held while the state changes, so that an order that was replaced changes nothing."""
 
     def other_source(self, run: str) -> str:
         """Return the address of the machine from which a run other than ``run`` sends versions to this receiver; empty
@@ -183,7 +187,9 @@ class _SharedDirectory:
     def __init__(self) -> None:
         """Create the object; the directory is created for the first version."""
         self._root: Path | None = None
+        """Path of the directory; ``None`` until it is created."""
         self._lock = -1
+        """Descriptor of the locked file in the directory; -1 without a directory."""
 
     def version(self, name: str, number: int) -> Path:
         """Create and return an empty folder for the version ``number`` in the directory ``name``. Delete the earlier

@@ -31,21 +31,21 @@ GIVEN, TRAINED = "task", "rows"
 """The authors of a sample's tokens: of tokens without loss, and of tokens that carry loss."""
 
 
-def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
-    """Return the episode of a sample for the ledger and the batch: a chain of turns, one for each run of neighbouring
-    tokens that all carry loss or all do not. The reward is 1 for a chosen (or good) answer, −1 for a rejected (or bad)
-    answer, and ``None`` for a sample to imitate."""
+def make_episode(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
+    """Create the episode with the key ``key`` of ``sample`` for the ledger and the batch: a chain of turns, one for
+    each run of neighbouring tokens that all carry loss or all do not. The reward is 1 for a chosen (or good) answer,
+    −1 for a rejected (or bad) answer, and ``None`` for a sample to imitate."""
     cuts = np.flatnonzero(np.diff(sample.mask_T)) + 1
     borders = sorted({0, *cuts.tolist(), sample.num_prompt, len(sample.ids_T)})
     turns = [
-        _turn(sample, start, end, None if number == 0 else number - 1)
+        _make_turn(sample, start, end, None if number == 0 else number - 1)
         for number, (start, end) in enumerate(pairwise(borders))
     ]
     reward = float(sample.side) if sample.side else None
     return EpisodeGraph(key=key, turns=turns, status=EpisodeStatus.SCORED, reward=reward)
 
 
-def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> Turn:
+def _make_turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> Turn:
     """Return the tokens from ``start`` up to ``end`` of a sample as a turn; ``parent`` is the index of the turn before
     it, ``None`` for the first. Tokens that carry loss count as sampled by a frozen version."""
     trained = bool(sample.mask_T[start])
@@ -59,7 +59,7 @@ def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> T
     return Turn(author=TRAINED if trained else GIVEN, tokens=tokens, parent=parent)
 
 
-def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
+def make_credit(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
     """Return the advantages of a sample: 1 for all tokens of a sample to imitate. For a sample with a side, one
     advantage for each turn of its ``episode``: the side (1 chosen, −1 rejected), and 0 for the prompt."""
     if not sample.side:
@@ -68,15 +68,16 @@ def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
     return [float(sample.side) if end > sample.num_prompt else 0.0 for end in ends.tolist()]
 
 
-def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
-    """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, as pairs of
-    the row's number in the run and its samples."""
+def make_batch(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
+    """Create the batch of the training step ``step``, and return it with the episodes of its samples. ``groups`` are
+    the rows of the batch, as pairs of the row's number in the run and the row's samples; each sample becomes one
+    episode, whose key is the row's number and the index of the sample."""
     pairs = [
-        (episode_of(EpisodeKey(number, index), sample), sample)
+        (make_episode(EpisodeKey(number, index), sample), sample)
         for number, samples in groups
         for index, sample in enumerate(samples)
     ]
-    laid_out = [path for episode, sample in pairs for path in paths(episode, credit_of(episode, sample))]
+    laid_out = [path for episode, sample in pairs for path in paths(episode, make_credit(episode, sample))]
     return Batch.collate(step, laid_out), [episode for episode, _ in pairs]
 
 
@@ -85,10 +86,11 @@ class RowLedger:
     recorded are not submitted again."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
-        """Write into ``ledger``, with the times of ``clock``."""
+        """Create the object, which writes into ``ledger`` with the times of ``clock``."""
         self._ledger = ledger
         self._clock = clock
         self._num_recorded = 0
+        """Number of rows that the ledger contains, in this life or an earlier one."""
 
     def roll_back(self, step: int, num_trained: int) -> None:
         """Return the ledger to the checkpoint of ``step``, at which the first ``num_trained`` rows were trained.
@@ -120,8 +122,8 @@ class RowLedger:
     def record_step(
         self, report: StepReport, numbers: Sequence[int], batch: Batch, episodes: Sequence[EpisodeGraph]
     ) -> None:
-        """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, the learner's results
-        for the tokens of their ``episodes``, and the commit of the new weights."""
+        """Record that the optimizer has made the step of ``report`` with ``batch``, which are the rows ``numbers``, the
+        learner's results for the tokens of their ``episodes``, and the commit of the new weights."""
         at_s = self._clock.wall()
         learned = TokenResults.from_batch([episode.key for episode in episodes], batch, report.log_pi_N)
         ended = EndStep(
