@@ -55,14 +55,14 @@ class Sample:
     """The name of the engine that sampled the answer; empty if it was not sampled."""
 
     @classmethod
-    def of(cls, full: Tokens, *, group: int = 0) -> Sample:
+    def from_tokens(cls, full: Tokens, *, group: int = 0) -> Sample:
         """Return the sample of ``full``, the tokens of a recorded conversation. The last contiguous run of sampled
         tokens becomes the answer, all tokens before it the prompt; tokens after it are dropped. ``group`` is the number
         of the prompt. Raises :class:`~headrace.base.errors.DataError` if no token was sampled.
 
         >>> sampled = Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3])
         >>> recorded = Tokens.observed([5, 6]) + sampled + Tokens.observed([8])
-        >>> sample = Sample.of(recorded)
+        >>> sample = Sample.from_tokens(recorded)
         >>> sample.prompt.ids_T.tolist(), sample.tokens.ids_T.tolist()
         ([5, 6], [7])
         """

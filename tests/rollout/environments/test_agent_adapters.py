@@ -78,7 +78,9 @@ def test_two_agents_train_their_own_adapters_in_one_run(tmp_path: Path, model_di
 def final_answers_are_each_agents_own(found: list[EpisodeGraph], base: Path, run_dir: Path) -> None:
     """Those of the version that the second snapshot holds: under it, and under no other agent's adapter."""
     lora = LoraConfig(rank=4, agents=("a", "b"))
-    model = load_model(ModelConfig(path=str(base), lora=lora).with_snapshot(str(run_dir / "checkpoints" / "step-000002")))
+    model = load_model(
+        ModelConfig(path=str(base), lora=lora).with_snapshot(str(run_dir / "checkpoints" / "step-000002"))
+    )
     switch, gaps = Switch(model), dict[tuple[str, str], list[float]]()
     said = [(episode, place) for episode in found for place in spoken(episode, "a") + spoken(episode, "b")]
     newest = [(each, place) for each, place in said if set(each.turns[place].tokens.versions_T.tolist()) == {2}]

@@ -62,7 +62,7 @@ def test_both_turns_of_a_conversation_are_found() -> None:
     answers.keep(np.array([5], np.int32), sampled(7, 2))
     answers.keep(np.array([5, 7, 2, 6], np.int32), sampled(8, 2, version=4))
     whole = [5, 7, 2, 6, 8, 2, 1]
-    sample = Sample.of(answers.sampled(whole, marked(whole, (1, 3), (4, 6))))
+    sample = Sample.from_tokens(answers.sampled(whole, marked(whole, (1, 3), (4, 6))))
     assert sample.full.versions_T.tolist() == [-1, 3, 3, -1, 4, 4]
     assert sample.mask_F.tolist() == [False, True, True, False, True, True]
 
@@ -113,7 +113,7 @@ async def environment(queue: str, model: str, key: str, tokenizer: Any, log: lis
 
 
 async def step(policy: headrace.Policy, groups: list[AtroposGroup]) -> list[AtroposGroup]:
-    samples = [[Sample.of(tokens) for tokens in group.sequences] for group in groups]
+    samples = [[Sample.from_tokens(tokens) for tokens in group.sequences] for group in groups]
     policy.forward_backward(samples, policy.advantages("grpo", [group.scores for group in groups]))
     policy.optim_step()
     await policy.publish()

@@ -195,7 +195,9 @@ def _make_row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]
     context limit and vocabulary size of the model."""
     path = config.model.path
     vocab_size = read_config(path).vocab_size
-    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=find_context_limit(path), vocab_size=vocab_size)
+    return RowFacts(
+        config=config, tasks=tasks, eval_tasks=eval_tasks, limit=find_context_limit(path), vocab_size=vocab_size
+    )
 
 
 def _find_isolation_warnings(config: RunConfig) -> list[str]:

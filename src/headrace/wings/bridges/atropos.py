@@ -12,7 +12,7 @@ matched token by token. A token that a mask marks but the engine has not sampled
     async with policy, serving(policy, port=9001, token=TOKEN) as answers:
         async with registered("http://127.0.0.1:8000", answers, Registration(batch_size=64, ...)) as queue:
             async for groups in queue.batches():
-                samples = [[Sample.of(tokens) for tokens in group.sequences] for group in groups]
+                samples = [[Sample.from_tokens(tokens) for tokens in group.sequences] for group in groups]
                 policy.forward_backward(samples, policy.advantages("grpo", [group.scores for group in groups]))
 
 Source: the endpoints of ``atroposlib.api.server`` 0.4.
