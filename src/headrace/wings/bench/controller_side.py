@@ -129,6 +129,7 @@ class MultiTurnEnv:
     """An environment of many turns, like an agent with tools: the model reads new tokens before every answer."""
 
     begins_with_prompt = False
+    asks_prompt = False  # the name of earlier versions of the package
 
     def __init__(self, turns: int, num_new: int) -> None:
         """Create an environment whose episodes have ``turns`` answers, with ``num_new`` new tokens before each."""
