@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.base.types.metrics import as_label, quantile
 from headrace.control.metrics.batch import repetition
-from headrace.run.observe.metrics import REGISTRY, combine_over_run, find, flatten_metrics, table
+from headrace.run.observe.metrics import REGISTRY, combine_over_run, find, flat, table
 from tests.run.observe.staged import Stage
 from tests.run.observe.synthetic import step_record
 
@@ -19,7 +19,7 @@ DOCUMENT = Path(__file__).parents[3] / "docs" / "observing.md"
 
 def test_every_number_of_a_run_has_a_row(tmp_path: Path) -> None:
     _, seen = Stage().run(tmp_path)
-    names = {name for record in seen.steps for name in flatten_metrics(record)}
+    names = {name for record in seen.steps for name in flat(record)}
     assert [name for name in names if find(name) is None] == []
     expected = {
         *("reward_mean", "reward_p90", "length_p10", "length_submitted_mean", "turns_mean", "zero_variance_frac"),
@@ -43,7 +43,7 @@ def test_the_document_has_the_table_of_the_registry() -> None:
 
 
 def test_a_number_that_was_not_measured_is_left_out() -> None:
-    numbers = flatten_metrics(step_record(0, reward_mean=None, metrics={"loss": None, "lr": 0.5}))
+    numbers = flat(step_record(0, reward_mean=None, metrics={"loss": None, "lr": 0.5}))
     assert "reward_mean" not in numbers
     assert "loss" not in numbers
     assert numbers["lr"] == 0.5

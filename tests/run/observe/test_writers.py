@@ -12,7 +12,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.observation import StepRecord
 from headrace.run.observe import QueuedWriter, RunFacts
 from headrace.run.observe.config import ObserveConfig
-from headrace.run.observe.metrics import flatten_metrics
+from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
 from headrace.run.observe.writers.prometheus import Prometheus
 from tests.run.observe.synthetic import step_record
@@ -57,7 +57,7 @@ def test_a_writer_gets_every_finite_number_of_every_step_and_is_closed() -> None
     assert post(writer) == []
     assert writer.closed
     assert set(writer.written) == {0, 1, 2}
-    assert set(writer.written[1]) == set(flatten_metrics(STEPS[1])) - {"lr"}
+    assert set(writer.written[1]) == set(flat(STEPS[1])) - {"lr"}
 
 
 def test_a_writer_that_fails_is_a_warning_and_gets_the_later_steps() -> None:
@@ -86,7 +86,7 @@ def test_a_writer_that_hangs_keeps_nobody_and_what_does_not_fit_is_counted(monke
 def test_prometheus_is_told_the_newest_step_with_labels(tmp_path: Path) -> None:
     writer = Prometheus(port=19464).open(facts(tmp_path))
     for step in STEPS:
-        writer.write(step.step, step.unix_s, flatten_metrics(step))
+        writer.write(step.step, step.unix_s, flat(step))
     token = (tmp_path / "metrics.token").read_text()
     asked = urllib.request.Request("http://127.0.0.1:19464/metrics", headers={"Authorization": f"Bearer {token}"})
     with urllib.request.urlopen(asked, timeout=10) as answer:

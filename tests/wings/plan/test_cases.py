@@ -77,14 +77,14 @@ def test_pipeline_of_128_gpus_is_as_much_faster_than_generating_and_training_in_
         engine=curve, num_engines=makers, max_sequences=held, learner=TrainingRate(tok_s=(gpus - makers) / tau),
         workload=work,
     )  # fmt: skip
-    late = stream.make_account(400)
+    late = stream.account(400)
     lag = max(age for step in stream.steps[400:] for age in step.ages)
     in_turn = simulate(
         2,
         {"policy": "synchronous", "groups_per_step": batch * max(case["expect"]["max_lag_steps"]), "group_size": 1},
         endless=False, engine=curve, num_engines=gpus, max_sequences=held, learner=TrainingRate(tok_s=gpus / tau),
         workload=work,
-    ).make_account(0)  # fmt: skip
+    ).account(0)  # fmt: skip
     speedup = late.per_second(late.trained_tokens) / in_turn.per_second(in_turn.trained_tokens)
     low, high = case["expect"]["max_lag_steps"]
     assert speedup == pytest.approx(case["expect"]["speedup_over_conventional"], rel=case["tolerance"])
@@ -177,7 +177,7 @@ def test_asynchronous_step_follows_from_the_synchronous_one() -> None:
         first = verl(whole, share=share, engines=8, learner_s=1.0, steps=1)
         low, high = (share, high) if first.steps[0].wait_s > sync["generate"] else (low, share)
     rest_s = sync["step"] - sync["generate"]
-    in_turn = verl(whole, share=share, engines=8, learner_s=rest_s, steps=2).make_account(0).seconds / 2
+    in_turn = verl(whole, share=share, engines=8, learner_s=rest_s, steps=2).account(0).seconds / 2
     assert in_turn == pytest.approx(sync["step"], rel=0.05)
     streamed = {"groups_per_step": 32, "lead": 5, "max_age": 12}
     predicted = 4 * verl(streamed, share=share, engines=4, learner_s=sync["update"] / 4, steps=40).step_s

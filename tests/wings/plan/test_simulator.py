@@ -118,11 +118,11 @@ def test_batch_of_equal_answers_takes_the_time_of_the_formula() -> None:
 
 
 def test_waits_of_engines_and_learner_are_those_of_their_traces() -> None:
-    turns = simulate(world(flow={"policy": "synchronous"})).make_account(0)
+    turns = simulate(world(flow={"policy": "synchronous"})).account(0)
     assert turns.learner_waits_s["engine"] == pytest.approx(turns.engine_busy_s)
     assert turns.engine_waits_s["learner"] == pytest.approx(turns.learner_busy_s)
     assert judge(turns).bound is Bound.TURNS
-    ahead = simulate(world()).make_account(0)
+    ahead = simulate(world()).account(0)
     for busy_s, waits_s in ((ahead.learner_busy_s, ahead.learner_waits_s), (ahead.engine_busy_s, ahead.engine_waits_s)):
         assert busy_s + sum(waits_s.values()) == pytest.approx(ahead.seconds)
     assert ahead.learner_waits_s.get("engine", 0.0) < ahead.engine_busy_s, "part of it while the learner works"

@@ -20,13 +20,13 @@ _BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_
 """The fields of a step record that are counts by reason."""
 
 
-def flatten_metrics(record: StepRecord) -> dict[str, float]:
+def flat(record: StepRecord) -> dict[str, float]:
     """Return every metric of the step in ``record`` by its name, such as ``reward_mean`` or ``age/0``: the fields of
     the record that are numbers, its histograms and counts by label, and the metrics of the loss. A metric that is
     ``None``, because it was not measured, is omitted.
 
     >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, ages={0: 8})
-    >>> {name: value for name, value in flatten_metrics(record).items() if value}
+    >>> {name: value for name, value in flat(record).items() if value}
     {'wall_s': 4.0, 'reward_mean': 0.5, 'age/0': 8.0}
     """
     fields: dict[str, float | None] = {name: getattr(record, name) for name in _FIELDS}
@@ -43,7 +43,7 @@ def combine_over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
     value, as the registry defines for the metric. Steps that did not measure a metric are ignored for it."""
     values: dict[str, list[float]] = {}
     for record in steps:
-        for name, value in flatten_metrics(record).items():
+        for name, value in flat(record).items():
             values.setdefault(name, []).append(value)
     return {name: combine(name, each) for name, each in values.items()}
 
@@ -54,4 +54,4 @@ def table() -> str:
     return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
 
 
-__all__ = ["REGISTRY", "Metric", "combine", "combine_over_run", "find", "flatten_metrics", "table"]
+__all__ = ["REGISTRY", "Metric", "combine", "combine_over_run", "find", "flat", "table"]

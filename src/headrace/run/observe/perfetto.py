@@ -18,7 +18,7 @@ import msgspec
 
 from headrace.base.errors import DataError, RunError
 from headrace.base.types.trace import Span
-from headrace.run.observe.metrics import flatten_metrics
+from headrace.run.observe.metrics import flat
 from headrace.run.observe.rundata import RunData
 from headrace.run.observe.trace import is_wait
 
@@ -112,7 +112,7 @@ def _make_counter_events(run: RunData, pid: int, zero_s: float) -> Iterator[Even
     ``metrics`` with the id ``pid``. ``zero_s`` is the start of the first span, on the spans' clock."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "metrics"}}
     for record in run.session:
-        numbers = flatten_metrics(record)
+        numbers = flat(record)
         for name, metrics in COUNTERS.items():
             values = {metric: numbers[metric] for metric in metrics if metric in numbers}
             if values:

@@ -72,7 +72,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         quarter of all steps."""
         return len(self.steps) // 4
 
-    def make_account(self, first_step: int | None = None) -> Account:
+    def account(self, first_step: int | None = None) -> Account:
         """Return the account of the time and the tokens of the simulated run from the beginning of the step with index
         ``first_step`` to the end of the last step: busy time, idle time by cause, and tokens by use. ``None`` stands
         for the first step after the warm-up (:attr:`num_warmup_steps`)."""
@@ -104,13 +104,13 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def tok_s(self) -> float:
         """Return the number of tokens trained per second, after the initial steps."""
-        account = self.make_account()
+        account = self.account()
         return account.per_second(account.trained_tokens)
 
     @property
     def step_s(self) -> float:
         """Return the mean duration of a step in seconds, after the initial steps."""
-        return self.make_account().seconds / (len(self.steps) - self.num_warmup_steps)
+        return self.account().seconds / (len(self.steps) - self.num_warmup_steps)
 
     @property
     def ages(self) -> Mapping[int, float]:

@@ -281,7 +281,7 @@ def _unique(counts: Iterator[int]) -> list[int]:
 def make_plan_row(site: PlanContext, candidate: Candidate) -> PlanRow:
     """Return the settings and the results of ``candidate`` in the context ``site`` as a row of the plan's table."""
     choice, outcome = candidate.choice, candidate.outcome
-    account = outcome.make_account()
+    account = outcome.account()
     return PlanRow(
         generation=0 if choice.shared else choice.generation,
         training=site.trainers(choice),

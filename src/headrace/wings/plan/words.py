@@ -55,7 +55,7 @@ def describe_verdict(result: SearchResult, bound: Bound) -> str:
     requested = result.requested.outcome
     return (
         f"Plan ({result.site.cluster}; {result.site.view}): about {_format_rate(requested.tok_s)} trained tokens/s, "
-        f"a step every {format_time(requested.step_s)}, {bound(requested.make_account())}. "
+        f"a step every {format_time(requested.step_s)}, {bound(requested.account())}. "
         f"{_compare_with_synchronous(result, bound)} {_workload_source(result.site)}"
     )
 
@@ -96,7 +96,7 @@ def _workload_source(site: PlanContext) -> str:
 def _describe_candidate(site: PlanContext, candidate: Candidate, bound: Bound) -> str:
     """Return the settings and the simulated results of ``candidate`` in the context ``site`` in words."""
     choice, outcome = candidate.choice, candidate.outcome
-    account = outcome.make_account()
+    account = outcome.account()
     division = (
         f"all {site.cluster.count} in turn"
         if choice.shared
@@ -131,10 +131,10 @@ def _compare_with_synchronous(result: SearchResult, bound: Bound) -> str:
     )
     comparison = f"the fastest synchronous run, with {accelerators}, trains {_format_rate(synchronous.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.make_account())}."
+        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.make_account())}: {comparison}."
-    return f"{subject} changes nothing here, {bound(other.outcome.make_account())}: {comparison}."
+        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {comparison}."
+    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {comparison}."
 
 
 def _propose_changes(result: SearchResult) -> list[str]:

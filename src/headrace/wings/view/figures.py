@@ -17,7 +17,7 @@ from headrace.flow.ledger.base import Conservation, UnitCounts
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.observe import age_histogram, load_run, summarize_steps
-from headrace.run.observe.metrics import REGISTRY, find, flatten_metrics
+from headrace.run.observe.metrics import REGISTRY, find, flat
 from headrace.run.observe.rundata import find_recorded_account, split_into_lives
 from headrace.wings.view.run import LIVING, OpenRun
 
@@ -85,7 +85,7 @@ def read_columns(run: OpenRun, names: Sequence[str], limit: int) -> dict[str, An
     each."""
     recorded_lives = split_into_lives(run.steps)
     steps = _thin_out([step for life in _join_lives(recorded_lives) for step in life], limit)
-    rows = [flatten_metrics(step) for step in steps]
+    rows = [flat(step) for step in steps]
     return {
         "step": [step.version for step in steps],
         "wall_s": [step.wall_s for step in steps],
@@ -119,7 +119,7 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
     first, in the order of the registry."""
     latest: dict[str, float | None] = {}
     for step in _thin_out(run.steps, 200):
-        latest.update({name: value for name, value in flatten_metrics(step).items() if value is not None})
+        latest.update({name: value for name, value in flat(step).items() if value is not None})
     rows = {name: found[0] for name in latest if (found := find(name)) is not None}
     order = {row.name: place for place, row in enumerate(REGISTRY)}
     names = sorted(latest, key=lambda name: (order[rows[name].name] if name in rows else len(order), name))

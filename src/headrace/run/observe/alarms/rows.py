@@ -29,7 +29,7 @@ from headrace.run.observe.alarms.base import (
     Numbers,
     Raised,
 )
-from headrace.run.observe.metrics import flatten_metrics
+from headrace.run.observe.metrics import flat
 from headrace.run.observe.words import duration, number
 
 
@@ -260,7 +260,7 @@ class AlarmWatch:
 
     def step(self, record: StepRecord) -> None:
         """Check the alarms on the metrics of a step that has ended, and report the alarms that go off."""
-        numbers = flatten_metrics(record)
+        numbers = flat(record)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.step(numbers))
 

@@ -16,7 +16,7 @@ from typing import Self
 
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
-from headrace.run.observe.metrics import flatten_metrics
+from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
 
 MAX_QUEUED = 256
@@ -52,7 +52,7 @@ class QueuedWriter:
     def step(self, record: StepRecord) -> None:
         """Queue the metrics of an optimizer step for the writer, without waiting: if the queue is full, the step is
         lost to the writer. Values that are not finite are omitted, since these systems do not accept them."""
-        values = {name: value for name, value in flatten_metrics(record).items() if math.isfinite(value)}
+        values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
         self._num_steps += 1
         try:
             self._queue.put_nowait((record.step, record.unix_s, values))
