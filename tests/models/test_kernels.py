@@ -168,7 +168,7 @@ def test_sources_that_are_replaced_under_a_running_program_are_not_the_ones_it_c
 ) -> None:
     monkeypatch.setattr(build, "_HERE", tmp_path / "elsewhere")
     telling = tmp_path / "cc"
-    telling.write_text("#!/bin/sh\nls >&2\nexit 3\n")
+    telling.write_text("#!/bin/sh\nls *.cpp >&2\nexit 3\n")
     telling.chmod(0o700)
     answer = open_library(tmp_path / "cache", [str(telling)])
     assert isinstance(answer, Unavailable)

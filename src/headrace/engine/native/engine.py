@@ -61,7 +61,7 @@ from headrace.models.attention import forward
 from headrace.models.indexed import is_indexed
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.deterministic import invariant_log_softmax, is_deterministic
-from headrace.models.kernels.fuse import fits, fuse
+from headrace.models.kernels.fuse import fuse, kernel_dtype
 from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.paged import choose
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape
@@ -552,7 +552,8 @@ def _names_of_torch_parts(model: PreTrainedModel, config: EngineConfig) -> dict[
     and ``fallback``, the reason why the compiled kernels are missing on this machine, if they would speed up this model
     and are not switched off."""
     indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
-    loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
+    dtype = kernel_dtype(model)
+    loaded = compiled_kernels(dtype) if config.kernels == "auto" and dtype is not None else None
     return indexed | ({"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {})
 
 

@@ -37,9 +37,14 @@ class PackedWeightReceiver:
         packed weights if there is enough memory, and pack the weights that the model has now."""
         self._receiver = receiver
         products = [each for each in get_products(model) if not each.linear.weight.is_inference()]
-        self._ops = kernels() if products else None
+        dtype = products[0].linear.weight.dtype if products else torch.float32
+        self._ops = kernels(dtype) if products else None
         """The kernels; ``None`` if the model has no products that run on them."""
-        sizes = [4 * self._ops.panel_numbers(each.linear.weight) for each in products if isinstance(self._ops, Kernels)]
+        sizes = [
+            dtype.itemsize * self._ops.panel_numbers(each.linear.weight)
+            for each in products
+            if isinstance(self._ops, Kernels)
+        ]
         names = {id(tensor): name for name, tensor in weight_tensors(model).items()}
         self._products = [(names.get(id(each.linear.weight)), each) for each in products]
         """The products, each with the name of its weight among the tensors that a learner sends; a frozen weight has no
@@ -49,9 +54,7 @@ class PackedWeightReceiver:
             self._products, sizes, new_sizes = [], [], []
         self._bytes, self._num_versions = [sum(sizes), sum(new_sizes)], 1
         """The bytes of the first and of the second buffer, and the number of buffers that are in use."""
-        self._memory = [
-            [torch.from_numpy(zeros(size)).view(torch.float32) for size in each] for each in (sizes, new_sizes)
-        ]
+        self._memory = [[torch.from_numpy(zeros(size)).view(dtype) for size in each] for each in (sizes, new_sizes)]
         """The two buffers of packed weights, one tensor for each product. The second has no memory for frozen
         weights."""
         self._active = 0

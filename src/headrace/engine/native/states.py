@@ -26,7 +26,7 @@ from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.rows import Index
-from headrace.models.kernels.fuse import fits
+from headrace.models.kernels.fuse import kernel_dtype
 from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
@@ -193,5 +193,6 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
 def state_kernels(model: PreTrainedModel, config: EngineConfig) -> Kernels | None:
     """Return the compiled kernels, if they can update the states of the sequences of ``model`` under the settings
     ``config``; else ``None``."""
-    loaded = kernels() if config.kernels == "auto" and fits(model) else None
+    usable = config.kernels == "auto" and kernel_dtype(model) == torch.float32
+    loaded = kernels() if usable else None
     return loaded if isinstance(loaded, Kernels) else None

@@ -40,7 +40,8 @@ NATIVE = ("-march=native",)
 _HERE = Path(__file__).parent
 _MAIN = "kernels.cpp"
 _SOURCES = {
-    name: (_HERE / name).read_bytes() for name in (_MAIN, "linear.h", "paged.h", "recurrent.h", "team.h", "vec.h")
+    name: (_HERE / name).read_bytes()
+    for name in (_MAIN, "amx.h", "bfloat16.h", "linear.h", "paged.h", "recurrent.h", "team.h", "vec.h")
 }
 """The content of the source files, by name. It is read when this module is imported, at the same time as the Python
 functions that call the kernels: files that are replaced later might not match them."""

@@ -42,8 +42,9 @@ _NORMS, _MLP = ("input_layernorm", "post_attention_layernorm"), "mlp"
 _ATTENTION, _DELTA = "self_attn", "linear_attn"
 _PARTS = {**dict.fromkeys(_NORMS, FusedNorm), _MLP: FusedGated}
 """The submodules of a decoder layer besides its mixer, by name, and the class that computes each."""
-_GAP = 16
-"""The padding, in numbers, between the rows of the MLP's inner activations. kernels.cpp contains the same value."""
+_GAP_BYTES = 64
+"""The padding, in bytes, between the rows of the MLP's inner activations: a line of the processor's cache, as in
+kernels.cpp."""
 _PROBE = (2, 15)
 """The numbers of new tokens in the two rows of the probe. The second row enters its second block when it continues."""
 
@@ -52,16 +53,16 @@ class ScratchBuffers:
     """Scratch memory that all layers of a model use in turn. The system would have to clear newly allocated memory at
     each allocation."""
 
-    def __init__(self) -> None:
-        """Start without any memory."""
-        self._numbers = torch.empty(0)
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Start without any memory. ``dtype`` is the number format of the kernels."""
+        self._numbers = torch.empty(0, dtype=dtype)
         """The memory, which grows when more is needed."""
 
     def get(self, count: int) -> Tensor:
-        """Return a tensor of at least ``count`` float32 numbers with arbitrary values. The next call may return the
+        """Return a tensor of at least ``count`` numbers with arbitrary values. The next call may return the
         same memory."""
         if len(self._numbers) < count:
-            self._numbers = torch.empty(count)
+            self._numbers = self._numbers.new_empty(count)
         return self._numbers
 
 
@@ -87,7 +88,7 @@ class FusedBlock(Fused):
         """The other products of the layer, by their name in the kernel's arguments."""
         self._hidden = mixer.parts[0].linear.in_features
         """The size of a hidden state."""
-        inner = 2 * (self._mlp.parts[0].linear.out_features + _GAP)
+        inner = 2 * (self._mlp.parts[0].linear.out_features + _GAP_BYTES // ops.dtype.itemsize)
         self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
         """The number of float32 numbers of scratch memory that each token needs."""
 
@@ -200,7 +201,7 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     if not layers:
         return {}
     with torch.inference_mode():
-        expected, scratch = _decode_probe(model, ops), ScratchBuffers()
+        expected, scratch = _decode_probe(model, ops), ScratchBuffers(ops.dtype)
         for module, kind in layers.items():
             module.forward = kind(module, ops, scratch)
         try:
@@ -234,7 +235,7 @@ def _fused_layer_class(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecod
 def _decode_probe(model: nn.Module, ops: Kernels) -> Tensor:
     """Return the logits of a probe that fills a paged cache and then decodes over it with the model's present modules.
     They are compared before and after a replacement."""
-    cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
+    cache = PagedCache(cache_shapes(model), 4, dtype=ops.dtype, device="cpu")  # also layers that attend on torch
     shapes = state_shapes(model)
     pool = StatePool(shapes, 2, "cpu", ops) if shapes else None
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []

@@ -20,6 +20,7 @@ Shape legend: N tokens, H query heads, K key-value heads, E head size, V vocabul
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ from headrace.models.attention import PackedPlan, Rule, forward
 from headrace.models.kernels.build import Unavailable
 from headrace.models.kernels.decoder import fuse_layers, fuse_mixers
 from headrace.models.kernels.fused import (
+    TOLERANCES,
     AttentionSample,
     Fused,
     FusedAttention,
@@ -44,7 +46,7 @@ from headrace.models.kernels.fused import (
     find_norm,
     restore,
 )
-from headrace.models.kernels.ops import Kernels, kernels
+from headrace.models.kernels.ops import FORMATS, Kernels, kernels
 from headrace.models.rope import context_limit
 
 _PROBE = (3, 9)
@@ -54,6 +56,9 @@ result of a module may depend on a token's position."""
 _SHIFT, _SMALLEST = 0.1, 1e-3
 """The standard deviation by which vectors of parameters are changed for the probe, and the largest absolute value of a
 matrix that is replaced by a random matrix."""
+_MODEL_TOLERANCES = {torch.float32: TOLERANCES[torch.float32], torch.bfloat16: 0.1}
+"""The largest allowed difference of a whole model's logits, relative to the largest logit. In bfloat16 the roundings of
+all layers add up; each of its modules has been compared before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +69,13 @@ class FuseReport:
     """The number of modules of each class that are computed by kernels."""
     kept: Mapping[str, str]
     """The reason why a module or class is computed by torch, by its name. The key ``model`` stands for all modules."""
+    unit: str = "float32"
+    """What multiplies, such as ``AMX`` (:attr:`~headrace.models.kernels.ops.Kernels.unit`)."""
 
     def __str__(self) -> str:
         """Return in words how many modules of each class are computed by kernels, and why other modules are not."""
         done = ", ".join(f"{count} {name}" for name, count in self.swapped.items()) or "nothing"
+        done += "" if self.unit == "float32" or not self.swapped else f", products in bfloat16 by {self.unit}"
         return "; ".join([f"compiled kernels run {done}", *(f"{name}: {why}" for name, why in self.kept.items())])
 
 
@@ -99,15 +107,16 @@ class _SampleRecorder(_ProbePlan):
 
 
 def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: bool = True) -> FuseReport:
-    """Replace every supported operation in a float32 model on a CPU in evaluation mode, and return a report. Other
-    operations are not changed. ``ops`` are the kernels; ``None``: the kernels of this process.
+    """Replace every supported operation in a float32 or bfloat16 model on a CPU in evaluation mode, and return a
+    report. Other operations are not changed. ``ops`` are the kernels for the model's number format; ``None``: the
+    kernels of this process.
 
     The model must be called with a plan (:func:`headrace.models.attention.forward`). If gradients are enabled, the
     replaced modules compute as before. Without ``layers``, decoder layers are not replaced as a whole.
     """
-    ops = kernels() if ops is None else ops
+    ops = kernels(kernel_dtype(model) or torch.float32) if ops is None else ops
     kept: dict[str, str] = {}
-    reason = ops.reason if isinstance(ops, Unavailable) else _unfit(model)
+    reason = ops.reason if isinstance(ops, Unavailable) else _unfit(model, ops.dtype)
     if reason is not None or isinstance(ops, Unavailable):
         return FuseReport(swapped={}, kept={"model": str(reason)})
     with torch.inference_mode(), telling_weights(model):
@@ -129,17 +138,18 @@ def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool)
             swapped[type(module).__name__] += 1
     try:
         after_NV = forward(model, _ids(model), _ProbePlan(model))
-        wrong = None if close(after_NV, before_NV) else "the logits are not those of the model on torch"
+        same = close(after_NV, before_NV, _MODEL_TOLERANCES[ops.dtype])
+        wrong = None if same else "the logits are not those of the model on torch"
     except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         wrong = f"a forward pass fails on kernels: {error}"
     if wrong is not None:
         unfuse(model)
         return FuseReport(swapped={}, kept={**kept, "model": wrong})
-    mixers, wrong = fuse_mixers(model, ops)
+    mixers, wrong = fuse_mixers(model, ops) if ops.dtype == torch.float32 else ({}, "")
     if wrong:
         kept[wrong] = "the kernel does not compute what it computes when it decodes"
     whole = fuse_layers(model, ops) if layers else {}
-    return FuseReport(swapped={**swapped, **mixers, **whole}, kept=kept)
+    return FuseReport(swapped={**swapped, **mixers, **whole}, kept=kept, unit=ops.unit)
 
 
 @contextmanager
@@ -181,7 +191,7 @@ def _is_ambiguous(parameter: Tensor) -> bool:
 def _probe_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
     """Return a parameter of the same shape that reveals how it is used: ``parameter`` plus random numbers."""
     scale = _SHIFT if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
-    changed = parameter + scale * torch.randn(parameter.shape, generator=generator)
+    changed = (parameter + scale * torch.randn(parameter.shape, generator=generator)).to(parameter.dtype)
     return nn.Parameter(changed, requires_grad=False)
 
 
@@ -194,17 +204,23 @@ def unfuse(model: nn.Module) -> None:
             restore(fused)
 
 
-def fits(model: nn.Module) -> bool:
-    """Return whether the kernels support the model's number format and device."""
-    return all(parameter.dtype == torch.float32 and parameter.device.type == "cpu" for parameter in model.parameters())
+def kernel_dtype(model: nn.Module) -> torch.dtype | None:
+    """Return the number format of the kernels that can compute the model: that of its parameters, which are on a CPU.
+    Beside parameters in bfloat16, others may be float32, such as adapters. Return ``None`` if there are no such
+    kernels."""
+    found = {parameter.dtype for parameter in model.parameters()}
+    if not found <= set(FORMATS) or any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return None
+    return torch.bfloat16 if torch.bfloat16 in found else torch.float32
 
 
-def _unfit(model: nn.Module) -> str | None:
-    """Return the reason why the kernels cannot compute ``model``, in words; ``None`` if they can."""
-    strange = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float32}
-    places = {p.device.type for p in model.parameters()} - {"cpu"}
-    if strange or places:
-        return f"its parameters are {', '.join(sorted(strange | places))}, and the kernels compute float32 on a CPU"
+def _unfit(model: nn.Module, dtype: torch.dtype) -> str | None:
+    """Return the reason why the kernels for ``dtype`` cannot compute ``model``, in words; ``None`` if they can."""
+    if kernel_dtype(model) != dtype:
+        found = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != dtype}
+        strange = sorted(found | {p.device.type for p in model.parameters()} - {"cpu"})
+        known = str(dtype).removeprefix("torch.")
+        return f"its parameters are {', '.join(strange)}, and the kernels compute {known} on a CPU"
     return "it is in training mode" if model.training else None
 
 
@@ -216,7 +232,7 @@ def _record_calls(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Complete the recorded sample of the layer with this call of its attention module; a forward hook."""
         sample = plan.samples[module.layer_idx]  # type: ignore[index]
-        sample.args, sample.kwargs, sample.output = args, kwargs, output
+        sample.args, sample.kwargs = args, kwargs
         found[id(module)] = sample
 
     hooks = [
@@ -238,6 +254,8 @@ def _find_candidate(module: nn.Module, ops: Kernels, samples: Mapping[int, Atten
     ``samples`` are the recorded calls of attention modules, by the module's ``id``."""
     if "forward" in module.__dict__:  # another library has replaced this forward
         return None
+    if any(parameter.dtype != ops.dtype for parameter in module.parameters()):  # adapters, beside bfloat16
+        return None
     if type(module) is nn.Linear:
         return FusedLinear(module, ops)
     if _all_linear(module, "gate_proj", "up_proj", "down_proj") and len(list(module.parameters(recurse=False))) == 0:
@@ -252,20 +270,48 @@ def _replace_if_equal(fused: Fused, sample: AttentionSample | None) -> str | Non
     """Replace the forward method of ``fused.module`` by ``fused`` if both compute the same, and return ``None``;
     otherwise return the reason why it is not replaced. ``sample`` is the recorded call of an attention module; ``None``
     for other modules, which are compared on random rows."""
-    module = fused.module
     try:
-        if sample is not None and sample.kwargs is not None:
-            expected, actual = sample.output[0], fused.compute(*sample.args, **sample.kwargs)[0]
-        else:
-            probe = _probe(fused)
-            expected, actual = fused.original(probe), fused.compute(probe)
-        right = close(actual, expected)
+        right = _computes_the_same(fused, sample)
+        if right and fused.ops.dtype != torch.float32 and not isinstance(fused, FusedLinear | FusedNorm):
+            right = _computes_the_same(_in_float32(fused), sample)
     except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"it is called, or turns positions, in a way that the kernels do not know ({type(error).__name__})"
     if not right:
         return "the kernels do not compute what it computes"
-    module.forward = fused
+    fused.module.forward = fused
     return None
+
+
+def _computes_the_same(fused: Fused, sample: AttentionSample | None) -> bool:
+    """Return whether ``fused`` computes what its module computes, for the recorded call ``sample`` of an attention
+    module, or (``None``) for random rows."""
+    if sample is not None and sample.kwargs is not None:
+        args, kwargs = _cast((sample.args, dict(sample.kwargs)), fused.ops.dtype)
+        expected, actual = fused.original(*args, **kwargs)[0], fused.compute(*args, **kwargs)[0]
+    else:
+        probe = _probe(fused)
+        expected, actual = fused.original(probe), fused.compute(probe)
+    return close(actual, expected, TOLERANCES[fused.ops.dtype])
+
+
+def _in_float32(fused: Fused) -> Fused:
+    """Return a copy of ``fused`` with the module's parameters in float32, and on the kernels for them. Two functions
+    that differ by less than bfloat16 rounds, such as two activations of small numbers, differ in float32."""
+    ops = kernels()
+    if isinstance(ops, Unavailable):
+        raise RuntimeError(ops.reason)
+    twin = copy.deepcopy(fused, {id(fused.ops): ops})
+    twin.module.float()
+    return twin
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with all floating-point tensors in ``dtype``, also those in tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    return tuple(_cast(each, dtype) for each in value) if isinstance(value, tuple) else value
 
 
 def _probe(fused: Fused) -> Tensor:
@@ -274,7 +320,7 @@ def _probe(fused: Fused) -> Tensor:
     inner = fused.parts[0].linear if isinstance(fused, FusedGated) else fused.module
     width = inner.in_features if isinstance(inner, nn.Linear) else inner.weight.numel()  # type: ignore[operator]
     rows = torch.randn(3, int(width), generator=torch.Generator().manual_seed(0))
-    return (rows * torch.tensor([[1.0], [1e-3], [4.0]]))[None]
+    return (rows * torch.tensor([[1.0], [1e-3], [4.0]]))[None].to(fused.ops.dtype)
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -1,9 +1,11 @@
 // What Python calls (headrace.models.kernels.ops).
 #include "linear.h"
 #include "paged.h"
+#ifndef BFLOAT16
 #include "recurrent.h"
+#endif
 
-enum { GAP = 16 };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
+enum { GAP = LINE };  // numbers between the inner rows of an MLP: a page apart, they would share a few lines of the cache
 static const double ALONE = 2e5;  // multiplications that are done before a second thread has come
 
 struct Block {  // what decoder layers have in common; of the products only w, panels, bias, N and lora are given
@@ -16,19 +18,21 @@ struct Decoder {  // a layer that attends; `gated`: each head of q is followed b
   Part in[3];  // q, k, v
   long gated;
 };
+#ifndef BFLOAT16
 struct DeltaDecoder {  // a layer with the gated delta rule
   Block block;
   DeltaNet net;
   Part in[4];  // q k v, z, b, a
 };
+#endif
 struct Weight {  // w [N, K], and where its panels go
-  const float* w;
-  float* panels;
+  const number* w;
+  number* panels;
   long N, K;
 };
 struct Step {
-  const float* x;        // [M, q.K]
-  float *y, *scratch;    // y as x; scratch: M · scratch_size numbers (decoder.py)
+  const number* x;        // [M, q.K]
+  number *y, *scratch;    // y as x; scratch: M · scratch_size numbers (decoder.py)
   Turn turn;
   long M, hidden;
 };
@@ -41,11 +45,11 @@ static void decoder(const Step& step, Block b, Part* in, long num_in, long size,
   for (long i = 0; i < num_in; i++) width += in[i].N;
   Narrow narrow;
   narrow.give(M, {{in, num_in}, {&b.out, 1}, {&b.gate, 1}, {&b.up, 1}, {&b.down, 1}});
-  float *x = step.scratch, *rows = x + M * D, *mixed = rows + M * width, *inner = mixed + M * size;
+  number *x = step.scratch, *rows = x + M * D, *mixed = rows + M * width, *inner = mixed + M * size;
   for (long i = 0, at = 0; i < num_in; at += in[i++].N) in[i].y = rows + at, in[i].ldy = width;
   b.out.add = step.x, b.down.add = step.y, b.out.y = b.down.y = step.y, b.out.ldy = b.down.ldy = D;
   b.gate.ldy = b.up.ldy = b.gate.N + GAP, b.gate.y = inner, b.up.y = inner + M * b.gate.ldy;
-  auto normalise = [&](Member& me, const float* from, const Norm& norm) {
+  auto normalise = [&](Member& me, const number* from, const Norm& norm) {
     tokens(me, M, [&](long m) { normed(from + m * D, norm, x + m * D, D); });
   };
   together(M * (D * width + 3 * D * b.gate.N) < ALONE ? 1 : threads, [&](Member& me) {
@@ -60,13 +64,22 @@ static void decoder(const Step& step, Block b, Part* in, long num_in, long size,
 
 extern "C" {
 
-int hr_panel() { return PANEL; }
+// What multiplies.
+const char* hr_unit() {
+#ifdef MATRIX_UNIT
+  if (has_tiles()) return "AMX";
+#endif
+  return PAIR == 1 || !DOT_PRODUCTS ? "float32" : "AVX-512 BF16";
+}
+
+// The numbers of the panels of a weight.
+long hr_panels(long N, long K) { return count_panels(N) * PANEL * deep(K); }
 
 void hr_pack(const Weight* weights, long num, int threads) {
   together(threads, [&](Member& me) {
     me.each(num, [&](long i) {
       const Weight& each = weights[i];
-      for (long n = 0; n < each.N; n += PANEL) pack(each.w, each.N, each.K, n, each.panels + n * each.K);
+      for (long n = 0; n < each.N; n += PANEL) pack(each.w, each.N, each.K, n, each.panels + n * deep(each.K));
     });
   });
 }
@@ -89,14 +102,14 @@ void hr_gated(const Input* in, const Part* gate, const Part* up, const Part* dow
   together(work < ALONE ? 1 : threads, [&](Member& me) { gated(me, *in, own[0], own[1], own[2]); });
 }
 
-void hr_norm(const Input* in, const Norm* norm, float* y, int threads) {
+void hr_norm(const Input* in, const Norm* norm, number* y, int threads) {
   together(in->M * in->K < 65536 ? 1 : threads, [&](Member& me) {
     tokens(me, in->M, [&](long m) { normed(in->x + m * in->ldx, *norm, y + m * in->K, in->K); });
   });
 }
 
 // In place: the heads of M tokens, ldx from token to token, `apart` from head to head.
-void hr_heads(float* x, long ldx, long apart, long M, long num, long E, const Norm* norm, const Turn* turn,
+void hr_heads(number* x, long ldx, long apart, long M, long num, long E, const Norm* norm, const Turn* turn,
               int threads) {
   together(M * num * E < 65536 ? 1 : threads, [&](Member& me) {
     tokens(me, M, [&](long m) { heads(x + m * ldx, num, E, apart, *norm, *turn, m); });
@@ -104,23 +117,45 @@ void hr_heads(float* x, long ldx, long apart, long M, long num, long E, const No
 }
 
 // In place: [M, num, V] times the sigmoids of `gate`.
-void hr_gate(float* x, const Tensor3* gate, long M, long num, long V, int threads) {
+void hr_gate(number* x, const Tensor3* gate, long M, long num, long V, int threads) {
   together(M * num * V < 65536 ? 1 : threads, [&](Member& me) {
     tokens(me, M, [&](long m) { gate_heads(x + m * num * V, gate->at + m * gate->token, num, V, gate->head); });
   });
 }
 
-void hr_log_softmax(const Input* in, float* y, int threads) {
-  together(in->M * in->K < 65536 ? 1 : threads, [&](Member& me) {
-    tokens(me, in->M, [&](long m) { log_softmax(in->x + m * in->ldx, y + m * in->K, in->K); });
-  });
-}
-
-void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, float* out, int threads) {
+void hr_paged(const Pass* pass, const Layer* layer, const Tensor3* qkv, number* out, int threads) {
   const std::vector<Tile> tiles = tiles_of(*pass, *layer);
   together(threads, [&](Member& me) {
     me.each(tiles.size(), [&](long i) { write(*pass, *layer, tiles[i], qkv[1], qkv[2]); });
     attention(me, threads, {*pass, *layer, tiles}, qkv[0], out);
+  });
+}
+
+// Decoder layers: y = x + out · mix(norm(x)), then y + mlp(norm(y)). The same operations as those above.
+void hr_decoder(const Step* step, const Decoder* given, const Pass* pass, const Layer* layer, int threads) {
+  const long H = layer->H, K = layer->K, E = layer->E, V = layer->V, apart = given->gated ? 2 * E : E;
+  const std::vector<Tile> tiles = tiles_of(*pass, *layer);
+  Decoder d = *given;
+  decoder(*step, d.block, d.in, 3, H * V, threads, [&](Member& me, number* rows, long width, number* mixed) {
+    const Tensor3 query{rows, width, apart}, key{rows + H * apart, width, E}, value{key.at + K * E, width, V};
+    me.each(tiles.size(), [&](long i) {
+      for (long m = tiles[i].place; m < tiles[i].place + tiles[i].count; m++) {
+        heads(query.at + m * width, H, E, apart, d.query, step->turn, m);
+        heads(key.at + m * width, K, E, E, d.key, step->turn, m);
+      }
+      write(*pass, *layer, tiles[i], key, value);
+    });
+    attention(me, threads, {*pass, *layer, tiles}, query, mixed);
+    if (!d.gated) return;
+    tokens(me, step->M, [&](long m) { gate_heads(mixed + m * H * V, query.at + m * width + E, H, V, apart); });
+  });
+}
+
+
+#ifndef BFLOAT16
+void hr_log_softmax(const Input* in, float* y, int threads) {
+  together(in->M * in->K < 65536 ? 1 : threads, [&](Member& me) {
+    tokens(me, in->M, [&](long m) { log_softmax(in->x + m * in->ldx, y + m * in->K, in->K); });
   });
 }
 
@@ -163,32 +198,13 @@ void hr_select(const Slots* slots, const Heads* x, const float* step, const Head
   });
 }
 
-// Decoder layers: y = x + out · mix(norm(x)), then y + mlp(norm(y)). The same operations as those above.
-void hr_decoder(const Step* step, const Decoder* given, const Pass* pass, const Layer* layer, int threads) {
-  const long H = layer->H, K = layer->K, E = layer->E, V = layer->V, apart = given->gated ? 2 * E : E;
-  const std::vector<Tile> tiles = tiles_of(*pass, *layer);
-  Decoder d = *given;
-  decoder(*step, d.block, d.in, 3, H * V, threads, [&](Member& me, float* rows, long width, float* mixed) {
-    const Tensor3 query{rows, width, apart}, key{rows + H * apart, width, E}, value{key.at + K * E, width, V};
-    me.each(tiles.size(), [&](long i) {
-      for (long m = tiles[i].place; m < tiles[i].place + tiles[i].count; m++) {
-        heads(query.at + m * width, H, E, apart, d.query, step->turn, m);
-        heads(key.at + m * width, K, E, E, d.key, step->turn, m);
-      }
-      write(*pass, *layer, tiles[i], key, value);
-    });
-    attention(me, threads, {*pass, *layer, tiles}, query, mixed);
-    if (!d.gated) return;
-    tokens(me, step->M, [&](long m) { gate_heads(mixed + m * H * V, query.at + m * width + E, H, V, apart); });
-  });
-}
-
 // All rows have one token each.
 void hr_delta_decoder(const Step* step, const DeltaDecoder* given, int threads) {
   DeltaDecoder d = *given;
   const long mixed_size = d.net.H * d.net.V;
-  decoder(*step, d.block, d.in, 4, mixed_size, threads, [&](Member& me, float* rows, long width, float* mixed) {
+  decoder(*step, d.block, d.in, 4, mixed_size, threads, [&](Member& me, number* rows, long width, number* mixed) {
     delta_net(me, d.net, rows, width, mixed, mixed_size);
   });
 }
+#endif
 }

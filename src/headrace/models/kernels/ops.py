@@ -1,4 +1,4 @@
-"""The compiled kernels as Python functions on tensors, for float32 on a CPU, without gradients.
+"""The compiled kernels as Python functions on tensors, for float32 or bfloat16 on a CPU, without gradients.
 
 Each function is batch-invariant: the result for one token does not depend on the other tokens of the call, nor on the
 number of threads. The classes derived from ``ctypes.Structure`` are the arguments of the C++ functions.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_int, c_long, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_long, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,10 @@ from headrace.models.kernels.panels import PackedProduct
 
 WIDEST = 4
 """The largest number of weights per channel in a convolution that the kernels support."""
+FORMATS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+"""The number formats for which the kernels can be compiled, with the options of the compiler."""
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+"""The accepted relative and absolute error of a result in the test of a compiled library, by number format."""
 Norm = tuple[Tensor, float, float]
 """The arguments of an RMS normalisation: the weight, ε, and the constant that is added to the weight."""
 
@@ -204,15 +208,20 @@ class HeadInputs(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "hr_panel": (),
+    "hr_unit": (),
+    "hr_panels": (c_long, c_long),
     "hr_pack": (POINTER(Weight), c_long, c_int),
     "hr_linear": (POINTER(Input), POINTER(ProductPart), c_long, c_int),
     "hr_gated": (POINTER(Input), POINTER(ProductPart), POINTER(ProductPart), POINTER(ProductPart), c_int),
     "hr_norm": (POINTER(Input), POINTER(NormOf), c_void_p, c_int),
     "hr_heads": (c_void_p, *(c_long,) * 5, POINTER(NormOf), POINTER(RotaryArgs), c_int),
     "hr_gate": (c_void_p, POINTER(Tensor3), c_long, c_long, c_long, c_int),
-    "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
     "hr_paged": (POINTER(Pass), POINTER(PagedLayer), POINTER(Tensor3), c_void_p, c_int),
+    "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
+}
+"""The argument types of the C++ functions for both number formats."""
+_FLOAT32_SIGNATURES = {
+    "hr_log_softmax": (POINTER(Input), c_void_p, c_int),
     "hr_convolve": (POINTER(PoolSlots), POINTER(FilterOf), c_void_p, c_long, c_void_p, c_int),
     "hr_delta": (POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, c_void_p, c_int, c_void_p, c_int),
     "hr_delta_net": (POINTER(DeltaNet), c_void_p, c_long, c_void_p, c_int),
@@ -222,34 +231,39 @@ _SIGNATURES = {
     "hr_select": (
         *(POINTER(PoolSlots), POINTER(HeadInputs), c_void_p, POINTER(HeadInputs), c_void_p, c_void_p, c_int),
     ),
-    "hr_decoder": (POINTER(DecoderTokens), POINTER(Decoder), POINTER(Pass), POINTER(PagedLayer), c_int),
     "hr_delta_decoder": (POINTER(DecoderTokens), POINTER(DeltaDecoder), c_int),
 }
-"""The argument types of every C++ function that is called."""
+"""The argument types of the C++ functions that exist for float32 alone."""
 
 
 class Kernels:
     """The functions of a loaded library of kernels, for tensors. They use as many threads as torch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare the argument types of the functions in ``library``, the compiled kernels."""
-        for name, signature in _SIGNATURES.items():
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> None:
+        """Declare the argument types of the functions in ``library``, the kernels that are compiled for tokens, weights
+        and caches of ``dtype``: float32, or bfloat16, for which there are no kernels of recurrences."""
+        self.dtype = dtype
+        """The number format of the tensors. Sums and adapters are float32 in both."""
+        for name, signature in (_SIGNATURES | (_FLOAT32_SIGNATURES if dtype == torch.float32 else {})).items():
             function = getattr(library, name)
             function.argtypes, function.restype = signature, None
-        library.hr_panel.restype = c_int
-        self._panel: int = library.hr_panel()
-        """The number of rows of a panel."""
-        self._pack = library.hr_pack
+        library.hr_panels.restype, library.hr_unit.restype = c_long, c_char_p
+        self.unit: str = library.hr_unit().decode()
+        """What multiplies: ``float32``, or for bfloat16 also ``AVX-512 BF16`` or ``AMX``, which are faster."""
+        self._panels, self._pack = library.hr_panels, library.hr_pack
         self._linear, self._gated, self._norm = library.hr_linear, library.hr_gated, library.hr_norm
-        self._heads, self._gate, self._log_softmax = library.hr_heads, library.hr_gate, library.hr_log_softmax
-        self.paged, self.decoder, self.delta_decoder = library.hr_paged, library.hr_decoder, library.hr_delta_decoder
+        self._heads, self._gate = library.hr_heads, library.hr_gate
+        self.paged, self.decoder = library.hr_paged, library.hr_decoder
+        if dtype != torch.float32:
+            return
+        self._log_softmax, self.delta_decoder = library.hr_log_softmax, library.hr_delta_decoder
         self._convolve, self._delta, self._delta_net = library.hr_convolve, library.hr_delta, library.hr_delta_net
         self._scan, self._select = library.hr_scan, library.hr_select
 
     def panel_numbers(self, weight: Tensor) -> int:
-        """Return the number of elements of the panels of ``weight``, whose rows are rounded up to whole panels."""
-        rows, inputs = weight.shape
-        return -(-rows // self._panel) * self._panel * inputs
+        """Return the number of elements of the panels of ``weight``, whose rows are rounded up to whole panels, and its
+        inputs up to what the processor multiplies at once."""
+        return int(self._panels(*weight.shape))
 
     def pack(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
         """Pack weights with ``threads`` threads. Each pair consists of a weight and the memory for its panels, which
@@ -263,23 +277,24 @@ class Kernels:
 
     def linears(self, x: Tensor, several: Sequence[PackedProduct]) -> Tensor:
         """Return the products of several weights with the same ``x``, concatenated in the last dimension."""
-        x = x.contiguous()
+        x = self._dense(x)
         total = sum(weights.weight.shape[0] for weights in several)
-        y = torch.empty(*x.shape[:-1], total)
+        y = torch.empty(*x.shape[:-1], total, dtype=self.dtype)
         parts = (ProductPart * len(several))()
         to, tokens = y.data_ptr(), _input(x)
         for part, weights in zip(parts, several, strict=True):
             point(part, weights, tokens.M)
             part.y, part.ldy = to, total
-            to += 4 * part.N
+            to += y.itemsize * part.N
         self._linear(tokens, parts, len(several), torch.get_num_threads())
         return y
 
     def gated(self, x: Tensor, gate: PackedProduct, up: PackedProduct, down: PackedProduct) -> Tensor:
         """Return ``down(silu(gate(x)) · up(x))`` over the last dimension of ``x``."""
-        x = x.contiguous()
+        x = self._dense(x)
         tokens = _input(x)
-        hidden, y = torch.empty(2, tokens.M, gate.weight.shape[0]), torch.empty(*x.shape[:-1], down.weight.shape[0])
+        hidden = torch.empty(2, tokens.M, gate.weight.shape[0], dtype=self.dtype)
+        y = torch.empty(*x.shape[:-1], down.weight.shape[0], dtype=self.dtype)
         parts = (ProductPart * 3)()
         for part, weights, to in zip(parts, (gate, up, down), (*hidden, y), strict=True):
             point(part, weights, tokens.M)
@@ -289,10 +304,17 @@ class Kernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, plus: float = 0.0) -> Tensor:
         """Return ``x / rms(x) · (weight + plus)`` over the last dimension; ``eps`` is added to the mean square."""
-        x = x.contiguous()
+        x = self._dense(x)
         y = torch.empty_like(x)
         self._norm(_input(x), norm_args((weight, eps, plus)), y.data_ptr(), torch.get_num_threads())
         return y
+
+    def _dense(self, x: Tensor) -> Tensor:
+        """Return ``x`` as a contiguous tensor. Raises ``ValueError`` if it does not have the number format of the
+        kernels, which would read other numbers."""
+        if x.dtype != self.dtype:
+            raise ValueError(f"tokens in {x.dtype} for kernels that compute {self.dtype}")
+        return x.contiguous()
 
     def heads_(self, x_MHE: Tensor, norm: Norm | None, turn: tuple[Tensor, Tensor]) -> None:
         """Normalise every head of ``x_MHE`` in place, then rotate it by ``turn``, the cosines and sines ``[M, T]``."""
@@ -431,13 +453,15 @@ def _input(x: Tensor) -> Input:
     return Input(x.data_ptr(), size, x.numel() // size, size)
 
 
-def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unavailable:
-    """Return the kernels, compiled for ``target`` into the directory ``cache`` and tested, or the reason why they are
-    not available."""
-    library = open_library(cache, target=target)
+def open_kernels(
+    cache: Path, target: Sequence[str] = NATIVE, dtype: torch.dtype = torch.float32
+) -> Kernels | Unavailable:
+    """Return the kernels for tensors of ``dtype``, compiled for ``target`` into the directory ``cache`` and tested, or
+    the reason why they are not available."""
+    library = open_library(cache, target=(*target, *FORMATS[dtype]))
     if isinstance(library, Unavailable):
         return library
-    kernels = Kernels(library)
+    kernels = Kernels(library, dtype)
     wrong = _check(kernels)
     return Unavailable(reason=f"the compiled kernels compute wrong {wrong}") if wrong else kernels
 
@@ -445,21 +469,25 @@ def open_kernels(cache: Path, target: Sequence[str] = NATIVE) -> Kernels | Unava
 def _check(kernels: Kernels) -> str | None:
     """Test a few results of ``kernels``, since a compiler may be faulty. Return what is wrong, in words; ``None`` if
     all are right."""
-    rng = torch.Generator().manual_seed(0)
-    x, w, bias = (torch.randn(shape, generator=rng) for shape in ((7, 83), (21, 83), (21,)))
-    panels = torch.empty(kernels.panel_numbers(w))
+    rng, tolerance = torch.Generator().manual_seed(0), _TOLERANCES[kernels.dtype]
+    x, w, bias = (torch.randn(shape, generator=rng).to(kernels.dtype) for shape in ((7, 83), (21, 83), (21,)))
+    panels = torch.empty(kernels.panel_numbers(w), dtype=kernels.dtype)
     kernels.pack([(w, panels)], 1)
-    y = kernels.linear(x, PackedProduct(w, bias, panels))
-    if not torch.allclose(y, torch.nn.functional.linear(x, w, bias), rtol=1e-4, atol=1e-4):
+    y, rows = kernels.linear(x, PackedProduct(w, bias, panels)), x.float()
+    expected = torch.nn.functional.linear(rows, w.float(), bias.float())
+    if not torch.allclose(y.float(), expected, rtol=tolerance, atol=tolerance):
         return "products"
     if not all(torch.equal(kernels.linear(x[i : i + 1], PackedProduct(w, bias))[0], y[i]) for i in range(len(x))):
         return "products that depend on the batch"
-    if not torch.allclose(kernels.log_softmax(y), y.log_softmax(-1), rtol=1e-4, atol=1e-4):
+    ones = PackedProduct(torch.eye(83, dtype=kernels.dtype))
+    inner = kernels.gated(x, ones, ones, ones).float()
+    if not torch.allclose(inner, torch.nn.functional.silu(rows) * rows, rtol=tolerance, atol=tolerance):
         return "exponentials"
     return None
 
 
 @cache
-def kernels() -> Kernels | Unavailable:
-    """Return the kernels of this process from the user's cache, or the reason why they are not available."""
-    return open_kernels(kernel_cache())
+def kernels(dtype: torch.dtype = torch.float32) -> Kernels | Unavailable:
+    """Return the kernels of this process for tensors of ``dtype`` from the user's cache, or the reason why they are not
+    available."""
+    return open_kernels(kernel_cache(), dtype=dtype)

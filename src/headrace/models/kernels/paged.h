@@ -23,12 +23,12 @@ struct Pass {
   long R, width;
 };
 struct Tensor3 {  // [N, heads, size], the last dimension dense
-  float* at;
+  number* at;
   long token, head;
 };
 struct Layer {
-  float *keys, *values;  // [P, K, S, E], [P, K, S, V]
-  const float* sinks;    // [H] or null
+  number *keys, *values;  // [P, K, S, E], [P, K, S, V]
+  const number* sinks;    // [H] or null
   long H, K, E, V, window, chunk;  // window, chunk 0: none
   float scale, softcap;     // softcap 0: none
 };
@@ -51,40 +51,41 @@ static void write(const Pass& pass, const Layer& layer, const Tile& tile, const 
     long block = pass.tables[tile.row * pass.width + position / S];
     for (long h = 0; h < layer.K; h++) {
       long slot = (block * layer.K + h) * S + position % S;
-      memcpy(layer.keys + slot * layer.E, k.at + place * k.token + h * k.head, 4 * layer.E);
-      memcpy(layer.values + slot * layer.V, v.at + place * v.token + h * v.head, 4 * layer.V);
+      memcpy(layer.keys + slot * layer.E, k.at + place * k.token + h * k.head, sizeof(number) * layer.E);
+      memcpy(layer.values + slot * layer.V, v.at + place * v.token + h * v.head, sizeof(number) * layer.V);
     }
   }
 }
 
 // Scores of Q queries with GROUP neighbouring keys.
 template <int Q>
-INLINE void dots(const float* const* query, const float* keys, long E, float* const* scores) {
+INLINE void dots(const number* const* query, const number* keys, long E, float* const* scores) {
   vec acc[Q][GROUP];
   UNROLL for (int q = 0; q < Q; q++)
     UNROLL for (int j = 0; j < GROUP; j++) acc[q][j] = vec{};
   long e = 0;
-  for (; e + LANES <= E; e += LANES) {
-    vec a[Q];
+  for (; e + PAIR * LANES <= E; e += PAIR * LANES) {
+    pairs a[Q];
     UNROLL for (int q = 0; q < Q; q++) {
-      a[q] = load(query[q] + e);
+      a[q] = load_pairs(query[q] + e);
       HOLD(a[q]);
     }
     UNROLL for (int j = 0; j < GROUP; j++) {
-      vec key = load(keys + j * E + e);
+      pairs key = load_pairs(keys + j * E + e);
       HOLD(key);
-      UNROLL for (int q = 0; q < Q; q++) acc[q][j] += a[q] * key;
+      UNROLL for (int q = 0; q < Q; q++) acc[q][j] = add_products(acc[q][j], a[q], key);
     }
   }
   if (e < E)
     for (int q = 0; q < Q; q++)
-      for (int j = 0; j < GROUP; j++) acc[q][j] += load(query[q] + e, E - e) * load(keys + j * E + e, E - e);
+      for (int j = 0; j < GROUP; j++)
+        acc[q][j] = add_products(acc[q][j], load_pairs(query[q] + e, E - e), load_pairs(keys + j * E + e, E - e));
   UNROLL for (int q = 0; q < Q; q++) *(quad*)scores[q] = sum4(acc[q][0], acc[q][1], acc[q][2], acc[q][3]);
 }
 
 struct Query {
-  const float* at;
-  float* out;
+  const number* at;
+  number* out;
   long first, last;  // positions it sees: [first, last)
   float most, sink;  // the largest score so far
   vec total;         // lane by lane, the sum of exp(score - most)
@@ -121,13 +122,13 @@ static void weigh(Query& q, const Layer& layer, long from) {
   q.most = most;
 }
 
-INLINE void fetch(const float* p, long numbers) {
-  for (long i = 0; i < numbers; i += 16) __builtin_prefetch(p + i, 0, 2);
+INLINE void fetch(const number* p, long numbers) {
+  for (long i = 0; i < numbers; i += LINE) __builtin_prefetch(p + i, 0, 2);
 }
 
 // sums += weights · values for Q queries that see the same positions, C vectors of the value's columns.
 template <int Q, int C, class Get>
-INLINE void gather(Query* const* query, const float* values, long V, long column, long n, long weight, Get&& get) {
+INLINE void gather(Query* const* query, const number* values, long V, long column, long n, long weight, Get&& get) {
   vec acc[Q][C];
   UNROLL for (int q = 0; q < Q; q++)
     UNROLL for (int c = 0; c < C; c++) acc[q][c] = get(query[q]->sums + column + c * LANES);
@@ -147,23 +148,23 @@ INLINE void gather(Query* const* query, const float* values, long V, long column
 
 // The values of one block: positions [from, from + S), of which [lo, hi) are seen.
 template <int Q>
-static void sum_block(Query* const* query, const float* values, long V, long lo, long hi, long weight) {
-  auto whole = [](const float* p) __attribute__((always_inline)) { return load(p); };
+static void sum_block(Query* const* query, const number* values, long V, long lo, long hi, long weight) {
+  auto whole = [](auto p) __attribute__((always_inline)) { return load(p); };
   long c = 0;
   values += lo * V;
   for (; c + 4 * LANES <= V; c += 4 * LANES) gather<Q, 4>(query, values, V, c, hi - lo, weight + lo, whole);
   for (; c + 2 * LANES <= V; c += 2 * LANES) gather<Q, 2>(query, values, V, c, hi - lo, weight + lo, whole);
   for (; c < V; c += LANES) {
     long n = std::min<long>(LANES, V - c);
-    gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, [&](const float* p) { return load(p, n); });
+    gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, [&](auto p) { return load(p, n); });
   }
 }
 
 
 // The scores of one block's places [lo, hi). Its values, and other keys, are fetched meanwhile.
-static void score_block(Query* queries, long num, const float* keys, long E, long lo, long hi, long weight,
-                        const float* const* ahead, const long* sizes) {
-  const float* at[SHARE];
+static void score_block(Query* queries, long num, const number* keys, long E, long lo, long hi, long weight,
+                        const number* const* ahead, const long* sizes) {
+  const number* at[SHARE];
   float* to[SHARE];
   for (long i = lo / GROUP * GROUP; i < hi; i += GROUP) {
     for (int s = 0; s < 2; s++)
@@ -171,7 +172,7 @@ static void score_block(Query* queries, long num, const float* keys, long E, lon
     for (long q = 0; q < num;) {
       long share = std::min<long>(SHARE, num - q);
       for (int j = 0; j < share; j++) at[j] = queries[q + j].at, to[j] = queries[q + j].scores + weight + i;
-      const float* from = keys + i * E;
+      const number* from = keys + i * E;
       if (share == SHARE) dots<SHARE>(at, from, E, to), q += SHARE;
       else if (share >= 2) dots<2>(at, from, E, to), q += 2;
       else dots<1>(at, from, E, to), q += 1;
@@ -182,7 +183,7 @@ static void score_block(Query* queries, long num, const float* keys, long E, lon
 static void finish(const Query& q, long V) {
   float most = std::max(q.most, q.sink), fade = exp(all(q.most - most))[0];
   float total = sum(q.total) * fade + (q.sink > NONE ? exp(all(q.sink - most))[0] : 0.0f);
-  for (long i = 0; i < V; i++) q.out[i] = q.sums[i] * fade / total;
+  by_vectors(V, [&](long i, long n) { store(q.out + i, load(q.sums + i, n) * fade / total, n); });
 }
 
 INLINE long first_seen(const Layer& layer, long position) {
@@ -209,10 +210,10 @@ struct Ahead {
   void skip() {
     if (++block >= work.high(pair) && --pair >= begin) block = work.low(pair);
   }
-  const float* next() {
+  const number* next() {
     if (pair < begin) return nullptr;
     const Layer& layer = work.layer;
-    const float* at = layer.keys + (work.table(pair)[block] * layer.K + pair % layer.K) * S * layer.E;
+    const number* at = layer.keys + (work.table(pair)[block] * layer.K + pair % layer.K) * S * layer.E;
     skip();
     return at;
   }
@@ -226,7 +227,7 @@ static void attend(Query* queries, long num, long G, const Work& work, long pair
   for (long from = first / STRETCH * STRETCH; from < last; from += STRETCH) {
     long low = std::max(from, first) / S, end = std::min((from + STRETCH) / S, high);
     for (long b = low; b < end; b++) {
-      const float* ahead[] = {keys.next(), layer.values + place(b) * layer.V};
+      const number* ahead[] = {keys.next(), layer.values + place(b) * layer.V};
       const long sizes[] = {layer.E, layer.V};
       score_block(queries, num, layer.keys + place(b) * layer.E, layer.E, std::max(first - b * S, 0L),
                   std::min<long>(last - b * S, S), b * S - from, ahead, sizes);
@@ -238,7 +239,7 @@ static void attend(Query* queries, long num, long G, const Work& work, long pair
         long lo = std::max(queries[q].first - b * S, 0L), hi = std::min<long>(queries[q].last - b * S, S);
         bool two = q % G + 1 < G;  // neighbours of one token
         Query* pair[2] = {queries + q, queries + q + 1};
-        const float* values = layer.values + place(b) * layer.V;
+        const number* values = layer.values + place(b) * layer.V;
         if (lo < hi) (two ? sum_block<2> : sum_block<1>)(pair, values, layer.V, lo, hi, b * S - from);
         q += two ? 2 : 1;
       }
@@ -251,7 +252,7 @@ static std::vector<Tile> tiles_of(const Pass& pass, const Layer& layer) {
 }
 
 // Tasks are neighbouring pairs, so that one can fetch for the next. The longest contexts of a prefill come first.
-ONCE void attention(Member& me, long threads, const Work& work, const Tensor3& query, float* out) {
+ONCE void attention(Member& me, long threads, const Work& work, const Tensor3& query, number* out) {
   const Layer& layer = work.layer;
   const long G = layer.H / layer.K, total = work.tiles.size() * layer.K, share = std::max(1L, total / (threads * 8));
   std::vector<Query> queries(std::max<long>(QUERIES, G));
@@ -271,7 +272,7 @@ ONCE void attention(Member& me, long threads, const Work& work, const Tensor3& q
           q.at = query.at + place * query.token + h * query.head;
           q.out = out + (place * layer.H + h) * layer.V;
           q.first = first_seen(layer, position), q.last = position + 1;
-          q.most = NONE, q.sink = layer.sinks ? layer.sinks[h] : NONE;
+          q.most = NONE, q.sink = layer.sinks ? wide(layer.sinks[h]) : NONE;
           q.total = vec{}, q.sums = sums.data() + num * layer.V;
         }
       attend(queries.data(), num, G, work, pair, keys);

@@ -43,6 +43,30 @@ INLINE void store(float* p, vec a, long n) {
 
 INLINE vec max(vec a, vec b) { return a > b ? a : b; }
 
+// What weights, tokens and the cache are: `number`. `pairs` hold the numbers that one instruction multiplies, PAIR of
+// neighbouring k in a lane.
+#ifdef BFLOAT16
+#include "bfloat16.h"
+#else
+typedef float number;
+typedef vec pairs;
+enum { PAIR = 1, DOT_PRODUCTS = 0 };
+INLINE float wide(number a) { return a; }
+INLINE vec rounded(vec a) { return a; }
+INLINE pairs load_pairs(const number* p) { return load(p); }
+INLINE pairs load_pairs(const number* p, long n) { return load(p, n); }
+INLINE pairs all_pairs(const number* p, long n = PAIR) { return all(*p); }
+INLINE vec add_products(vec sum, pairs a, pairs b) { return sum + a * b; }
+#endif
+enum { LINE = 64 / sizeof(number) };  // numbers of a line of the cache
+
+template <class F>  // a row by vectors; the last one may be shorter
+INLINE void by_vectors(long n, F&& f) {
+  long i = 0;
+  for (; i + LANES <= n; i += LANES) f(i, (long)LANES);  // whole ones, and the compiler knows
+  if (i < n) f(i, n - i);
+}
+
 // One from each in turn: of the first halves, of the second halves.
 #define MIX __builtin_shufflevector
 INLINE vec zip_low(vec a, vec b) {

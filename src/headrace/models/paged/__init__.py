@@ -18,11 +18,12 @@ Offer = Callable[[torch.dtype, torch.device], AttentionMaker | None]
 def _compiled(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
     """Return the maker of the attention that is compiled for the CPU; ``None`` if it does not support this dtype and
     device, or could not be built."""
-    if device.type != "cpu" or dtype != torch.float32:
+    if device.type != "cpu":
         return None
+    from headrace.models.kernels.ops import FORMATS
     from headrace.models.paged import compiled
 
-    return compiled.maker()
+    return compiled.maker(dtype) if dtype in FORMATS else None
 
 
 def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:

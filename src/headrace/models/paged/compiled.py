@@ -1,4 +1,5 @@
-"""Attention over a cache in blocks with compiled kernels, in float32 on a CPU. It is batch- and chunk-invariant.
+"""Attention over a cache in blocks with compiled kernels, in float32 or bfloat16 on a CPU. It is batch- and
+chunk-invariant. Scores, weights and sums are float32 in both.
 
 The keys and values of a block are read once for all query heads that share them, directly from the pool.
 
@@ -19,10 +20,10 @@ from headrace.models.kernels.ops import Decoder, DecoderTokens, Kernels, PagedLa
 from headrace.models.paged.base import AttentionMaker, Geometry
 
 
-def maker() -> AttentionMaker | None:
-    """Return the maker of a pass's attention; ``None`` if the kernels are not available. The first call compiles the
-    kernels."""
-    loaded = kernels()
+def maker(dtype: torch.dtype = torch.float32) -> AttentionMaker | None:
+    """Return the maker of a pass's attention over a cache of ``dtype``; ``None`` if the kernels are not available. The
+    first call compiles the kernels."""
+    loaded = kernels(dtype)
     return None if isinstance(loaded, Unavailable) else partial(CompiledAttention, loaded)
 
 
@@ -46,8 +47,8 @@ class CompiledAttention:
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention ``[N, H, E]`` over
         them."""
-        query, key, value = (_dense(tensor) for tensor in qkv)
-        out = torch.empty(query.shape[0], query.shape[1], value.shape[2])
+        query, key, value = (_dense(tensor.to(self._loaded.dtype)) for tensor in qkv)
+        out = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         views = (Tensor3 * 3)(*(Tensor3(t.data_ptr(), t.stride(0), t.stride(1)) for t in (query, key, value)))
         shape = self.shape(query.shape[1], layer, rule)
         self._loaded.paged(self._pass, shape, views, out.data_ptr(), torch.get_num_threads())

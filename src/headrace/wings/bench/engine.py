@@ -65,6 +65,10 @@ class EngineComparison:
     """The engines that are compared with the embedded engine."""
     ratios: Mapping[str, float] = field(default_factory=dict)
     """The smallest acceptable ratio of the embedded engine's tokens per second to each peer's, by peer."""
+    side: str = "native"
+    """The side that is compared with the peers: the embedded engine in float32, or ``bfloat16``."""
+    unit: str = ""
+    """The unit of the processor without which the ratios are no targets, as the engine names it; empty: none."""
 
 
 def draw_lengths(count: int, mean: float, cap: int) -> tuple[int, ...]:
@@ -88,6 +92,14 @@ MATCHES = (
           ratios={"vllm": 1.0}),
     EngineComparison(name="1M, 64 x 128", model="1M", lengths=(128,) * 64, peers=("generate", "vllm"),
           ratios={"generate": 2.0, "vllm": 1.0}),
+    *(
+        EngineComparison(name=f"{model} in bfloat16, {count} x {new}", model=model, lengths=(new,) * count,
+              side="bfloat16", peers=("native",), unit="AMX", ratios=ratios)
+        for model, count, new, ratios in (
+            ("28M", 64, 512, {"native": 1.2}), ("28M", 64, 128, {"native": 1.2}), ("28M", 8, 128, {}),
+            ("28M", 1, 128, {}), ("1M", 64, 128, {}),
+        )
+    ),
     EngineComparison(name="28M hybrid, 64 x 256", model="28M hybrid", lengths=(256,) * 64, peers=("generate",),
           ratios={"generate": 2.0}),
     EngineComparison(name="1M hybrid, 64 x 256", model="1M hybrid", lengths=(256,) * 64, peers=("generate",),
@@ -96,6 +108,8 @@ MATCHES = (
 QUICK = (
     EngineComparison(name="1M, 4 x 8", model="1M", lengths=(8,) * 4, peers=("generate", "continuous", "vllm"),
           ratios={"generate": 2.0, "continuous": 8.0, "vllm": 1.0}),
+    EngineComparison(name="1M in bfloat16, 4 x 8", model="1M", lengths=(8,) * 4, side="bfloat16", peers=("native",),
+          unit="AMX", ratios={"native": 1.2}),
     EngineComparison(name="1M hybrid, 4 x 8", model="1M hybrid", lengths=(8,) * 4, peers=("generate",),
           ratios={"generate": 2.0}),
 )  # fmt: skip
@@ -199,14 +213,15 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     """Send the request of ``match`` to each of its engines in turn, round after round, after a short warm-up request.
     Return a row for each engine with tokens per second and memory, a row for each ratio, and the targets. Every answer
     must have the requested number of tokens. ``bench`` has the options of the benchmark."""
-    names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
+    names = [match.side, *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
     caches: dict[str, int] = {}
+    kernels = ""
     with ExitStack() as stack:
         sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
         # all pages of the cache are touched, so that its size can be subtracted from the resident memory
-        sides["native"].call({"fill_cache": True})
+        sides[match.side].call({"fill_cache": True})
         for name, side in sides.items():
             bench.on_progress(f"{match.name}: {name} warms up")
             # continuous batching allocates its cache by the first request, so that this must have the full lengths
@@ -219,6 +234,7 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
                 rates[name].append(answer["tokens"] / seconds)
                 caches[name] = answer.get("cache_bytes", VLLM_CACHE_BYTES if name == "vllm" else 0)
                 resident[name] = side.resident_bytes()
+                kernels = answer.get("kernels", kernels) if name == match.side else kernels
     rows: list[Row] = [
         {
             "what": match.name, "side": name, "tok_s": statistics.median(rates[name]), "lowest": min(rates[name]),
@@ -229,12 +245,12 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     ]  # fmt: skip
     targets = []
     for peer in names[1:]:
-        ratio = statistics.median(ours / theirs for ours, theirs in zip(rates["native"], rates[peer], strict=True))
+        ratio = statistics.median(ours / theirs for ours, theirs in zip(rates[match.side], rates[peer], strict=True))
         rows.append({"what": match.name, "ours by": peer, "ratio": ratio})
-        if peer in match.ratios:
+        if peer in match.ratios and match.unit in kernels:
             targets.append(at_least(f"{match.name}, tok/s by {peer}'s", ratio, match.ratios[peer], "ratio"))
     if "vllm" in names:
-        share = (resident["native"] - caches["native"]) / (resident["vllm"] - caches["vllm"])
+        share = (resident[match.side] - caches[match.side]) / (resident["vllm"] - caches["vllm"])
         targets.append(at_most(f"{match.name}, memory beyond the cache by vllm's", share, 1 / 3, "ratio"))
     return rows, targets
 

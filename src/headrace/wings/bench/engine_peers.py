@@ -88,7 +88,7 @@ def open_worker(side: str, model: Path, threads: int, *, vllm: str = "", module:
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment(threads)
     command = [sys.executable, "-m", module, spec]
-    if side in ("native", "fed"):
+    if side in ("native", "bfloat16", "fed"):
         environment |= engine_environment()  # the environment of a run's engine
     if side == "vllm":
         command = [vllm, "-P", str(_VLLM), spec]

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -60,11 +60,14 @@ class EngineSide(Protocol):
 class NativeSide:
     """The embedded engine with fixed weights, which are loaded once, as in ``headrace serve``."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The number format of the weights and of the cache."""
+
     def __init__(self, model_dir: str) -> None:
         """Load the model in ``model_dir``, open an engine for it, and commit the first weights. Hooks measure the time
         in forward passes."""
         self._clock = RealClock()
-        self._model = load_model(ModelConfig(path=model_dir))
+        self._model = load_model(ModelConfig(path=model_dir, dtype=self.dtype))
         config = EngineConfig(max_sequences=BATCH, max_new_tokens=MAX_CONTEXT)
         receiver = self._receiver()
         self._engine = NativeEngine(
@@ -100,6 +103,7 @@ class NativeSide:
             "busy_s": stats.busy_s - before.busy_s,
             "forward_s": self._forward_s,
             "cache_bytes": stats.cache_bytes,
+            "kernels": self._engine.facts()["kernels"],
         }
 
     def close(self) -> None:
@@ -154,6 +158,12 @@ class NativeSide:
     def _leave(self, *_: object) -> None:
         """Add the time of the forward pass that ends to the total; a hook of the model."""
         self._forward_s += self._clock.now() - self._entered_s
+
+
+class NativeSideInBfloat16(NativeSide):
+    """The embedded engine with fixed weights in bfloat16."""
+
+    dtype = "bfloat16"
 
 
 class NativeSideWithSync(NativeSide):
@@ -263,7 +273,8 @@ class ContinuousBatchingSide:
 
 
 SIDES: dict[str, Callable[[str], EngineSide]] = {
-    "native": NativeSide, "fed": NativeSideWithSync, "generate": GenerateSide, "continuous": ContinuousBatchingSide,
+    "native": NativeSide, "bfloat16": NativeSideInBfloat16, "fed": NativeSideWithSync, "generate": GenerateSide,
+    "continuous": ContinuousBatchingSide,
 }  # fmt: skip
 """The class of each side, by its name. It is called with the directory of a model."""
 
