@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.base.types.messages.engine import GenerateRequest
 from headrace.models import ModelConfig, load_model
+from headrace.models.kernels.build import Unavailable
+from headrace.models.kernels.ops import kernels
 from tests.engine.native.harness import alone, joined, logprobs, ready_engine, request, run
 from tests.models.kinds import KINDS, VOCAB, plain
 
@@ -55,6 +58,11 @@ def test_every_request_of_a_busy_batch_gets_what_it_gets_alone(
 def test_bfloat16_engine_stays_near_float32(model_dir: Callable[[str], Path], tmp_path: Path) -> None:
     directory = model_dir("qwen3")
     engine = ready_engine(directory, tmp_path / "buffer", dtype="bfloat16")
+    if not isinstance(kernels(torch.bfloat16), Unavailable):
+        facts = engine.facts()
+        assert facts["attention"] == "compiled"
+        assert "DecoderLayer" in str(facts["kernels"])
+        assert facts["packed_bytes"]
     tokens = joined(run(engine, [request(0, range(3, 20), max_new_tokens=20)])[0])
     reference = load_model(ModelConfig(path=str(directory), dtype="bfloat16"))
     reference.set_attn_implementation("eager")

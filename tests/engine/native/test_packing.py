@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -31,8 +32,11 @@ Directory = Callable[[str], Path]
 class Pair:
     """A learner's model, and an engine's that gets its weights packed."""
 
-    def __init__(self, directory: Path, lora: LoraConfig | None = None) -> None:
-        self.learner, self.engine = (load_model(ModelConfig(path=str(directory), lora=lora)) for _ in (0, 1))
+    def __init__(
+        self, directory: Path, lora: LoraConfig | None = None, dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> None:
+        self.dtype, config = dtype, ModelConfig(path=str(directory), lora=lora, dtype=dtype)
+        self.learner, self.engine = (load_model(config) for _ in (0, 1))
         fuse(self.engine)
         self.slots = Slots(weight_tensors(self.learner), weight_tensors(self.engine))
         self.packing = PackedWeightReceiver(self.slots, self.engine)
@@ -56,7 +60,7 @@ class Pair:
 
     def wanted(self) -> Tensor:
         """What a model without panels makes of the engine's weights."""
-        plain = load_model(ModelConfig(path=str(self.learner.config.name_or_path)))
+        plain = load_model(ModelConfig(path=str(self.learner.config.name_or_path), dtype=self.dtype))
         fuse(plain)
         for parameter, twin in zip(self.engine.parameters(), plain.parameters(), strict=True):
             twin.data = parameter.data.clone()
@@ -68,9 +72,10 @@ def logits(model: nn.Module) -> Tensor:
     return forward(model, IDS, PackedPlan([17, 3, 20]))
 
 
-@pytest.fixture(params=["qwen3", "gpt2"])
+@pytest.fixture(params=[("qwen3", "float32"), ("gpt2", "float32"), ("qwen3", "bfloat16")], ids="-".join)
 def pair(model_dir: Directory, request: pytest.FixtureRequest) -> Pair:
-    return Pair(model_dir(request.param))
+    kind, dtype = request.param
+    return Pair(model_dir(kind), dtype=dtype)
 
 
 def test_every_version_is_computed_with_its_own_panels(pair: Pair) -> None:

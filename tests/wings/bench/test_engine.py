@@ -84,3 +84,31 @@ def test_orders_are_the_same_each_time_and_can_be_sent() -> None:
 def test_an_option_of_another_benchmark_is_refused() -> None:
     with pytest.raises(ConfigError, match="benchmark algo has no option --quick"):
         run_benchmark("algo", quick=True)
+
+
+class Answering:
+    """A side that answers at once, in the number format and with the unit of the processor that it names."""
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+
+    def call(self, request: dict[str, object]) -> dict[str, object]:
+        lengths = request.get("lengths", [])
+        assert isinstance(lengths, list)
+        return {"tokens": sum(lengths), "cache_bytes": 0, "kernels": f"products in bfloat16 by {self.unit}"}
+
+    def resident_bytes(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(("unit", "num_targets"), [("AMX", 1), ("AVX-512 BF16", 0)])
+def test_bfloat16_has_a_target_only_where_the_processor_has_a_unit_for_it(
+    unit: str, num_targets: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "open_worker", lambda side, *_, **__: contextlib.nullcontext(Answering(unit)))
+    monkeypatch.setattr(engine, "make_tiny", lambda directory, spec: directory)
+    bench = engine._EngineBench(directory=tmp_path, threads=1, vllm="", quick=True, on_progress=lambda line: None)
+    (match,) = (each for each in engine.QUICK if each.side == "bfloat16")
+    rows, targets = engine._compare(bench, match)
+    assert [row["side"] for row in rows if "side" in row] == ["bfloat16", "native"]
+    assert len(targets) == num_targets

@@ -1,7 +1,7 @@
 // Numbers in bfloat16, the upper halves of float32: weights, tokens and the cache of a library that is compiled with
 // BFLOAT16. Sums are float32. A lane holds two numbers of neighbouring k, whose products are added to one sum.
 #pragma once
-#ifdef __AVX512BF16__
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -18,7 +18,13 @@ typedef unsigned uvec __attribute__((vector_size(4 * LANES), aligned(4), may_ali
 typedef unsigned pairs __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef unsigned short halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-INLINE vec widen(halves a) { return (vec)(__builtin_convertvector(a, uvec) << 16); }
+INLINE vec widen(halves a) {
+#ifdef __AVX512F__
+  return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)a), 16);  // a compiler would widen half by half
+#else
+  return (vec)(__builtin_convertvector(a, uvec) << 16);
+#endif
+}
 INLINE float wide(number a) {
   const unsigned bits = a.bits << 16;
   float all;

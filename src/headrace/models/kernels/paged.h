@@ -13,7 +13,7 @@
 #include "team.h"
 #include "vec.h"
 
-enum { S = 16, STRETCH = 128, QUERIES = 16, GROUP = 4, SHARE = 4, DISTANCE = 2 };
+enum { S = 16, STRETCH = 128, QUERIES = 16, GROUP = 4, SHARE = 4, DISTANCE = STRETCH / S };
 // QUERIES of a tile share what they read of the cache; SHARE of them a GROUP of keys in registers
 static const float NONE = -std::numeric_limits<float>::infinity();
 
@@ -126,13 +126,16 @@ INLINE void fetch(const number* p, long numbers) {
   for (long i = 0; i < numbers; i += LINE) __builtin_prefetch(p + i, 0, 2);
 }
 
-// sums += weights · values for Q queries that see the same positions, C vectors of the value's columns.
+// sums += weights · values for Q queries that see the same positions, C vectors of the value's columns. `each` numbers
+// from `ahead` on are fetched beside each position.
 template <int Q, int C, class Get>
-INLINE void gather(Query* const* query, const number* values, long V, long column, long n, long weight, Get&& get) {
+INLINE void gather(Query* const* query, const number* values, long V, long column, long n, long weight,
+                   const number* ahead, long each, Get&& get) {
   vec acc[Q][C];
   UNROLL for (int q = 0; q < Q; q++)
     UNROLL for (int c = 0; c < C; c++) acc[q][c] = get(query[q]->sums + column + c * LANES);
   for (long i = 0; i < n; i++) {
+    fetch(ahead + i * each, each);
     UNROLL for (int c = 0; c < C; c++) {
       vec v = get(values + i * V + column + c * LANES);
       HOLD(v);
@@ -146,29 +149,31 @@ INLINE void gather(Query* const* query, const number* values, long V, long colum
     }
 }
 
-// The values of one block: positions [from, from + S), of which [lo, hi) are seen.
+// The values of one block: positions [from, from + S), of which [lo, hi) are seen. E numbers from `ahead` on (null:
+// none) are fetched beside each.
 template <int Q>
-static void sum_block(Query* const* query, const number* values, long V, long lo, long hi, long weight) {
+static void sum_block(Query* const* query, const number* values, long V, long lo, long hi, long weight,
+                      const number* ahead, long E) {
   auto whole = [](auto p) __attribute__((always_inline)) { return load(p); };
-  long c = 0;
+  long c = 0, each = ahead ? E : 0;
   values += lo * V;
-  for (; c + 4 * LANES <= V; c += 4 * LANES) gather<Q, 4>(query, values, V, c, hi - lo, weight + lo, whole);
-  for (; c + 2 * LANES <= V; c += 2 * LANES) gather<Q, 2>(query, values, V, c, hi - lo, weight + lo, whole);
+  for (; c + 4 * LANES <= V; c += 4 * LANES)
+    gather<Q, 4>(query, values, V, c, hi - lo, weight + lo, ahead, each, whole), each = 0;
+  for (; c + 2 * LANES <= V; c += 2 * LANES)
+    gather<Q, 2>(query, values, V, c, hi - lo, weight + lo, ahead, each, whole), each = 0;
   for (; c < V; c += LANES) {
     long n = std::min<long>(LANES, V - c);
-    gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, [&](auto p) { return load(p, n); });
+    gather<Q, 1>(query, values, V, c, hi - lo, weight + lo, ahead, each, [&](auto p) { return load(p, n); }), each = 0;
   }
 }
 
-
-// The scores of one block's places [lo, hi). Its values, and other keys, are fetched meanwhile.
+// The scores of one block's places [lo, hi). Its values, of V numbers each, are fetched meanwhile.
 static void score_block(Query* queries, long num, const number* keys, long E, long lo, long hi, long weight,
-                        const number* const* ahead, const long* sizes) {
+                        const number* values, long V) {
   const number* at[SHARE];
   float* to[SHARE];
   for (long i = lo / GROUP * GROUP; i < hi; i += GROUP) {
-    for (int s = 0; s < 2; s++)
-      if (ahead[s]) fetch(ahead[s] + i * sizes[s], GROUP * sizes[s]);
+    fetch(values + i * V, GROUP * V);
     for (long q = 0; q < num;) {
       long share = std::min<long>(SHARE, num - q);
       for (int j = 0; j < share; j++) at[j] = queries[q + j].at, to[j] = queries[q + j].scores + weight + i;
@@ -227,22 +232,25 @@ static void attend(Query* queries, long num, long G, const Work& work, long pair
   for (long from = first / STRETCH * STRETCH; from < last; from += STRETCH) {
     long low = std::max(from, first) / S, end = std::min((from + STRETCH) / S, high);
     for (long b = low; b < end; b++) {
-      const number* ahead[] = {keys.next(), layer.values + place(b) * layer.V};
-      const long sizes[] = {layer.E, layer.V};
       score_block(queries, num, layer.keys + place(b) * layer.E, layer.E, std::max(first - b * S, 0L),
-                  std::min<long>(last - b * S, S), b * S - from, ahead, sizes);
+                  std::min<long>(last - b * S, S), b * S - from, layer.values + place(b) * layer.V, layer.V);
     }
     for (long q = 0; q < num; q++)
       if (queries[q].first < from + STRETCH && queries[q].last > from) weigh(queries[q], layer, from);
-    for (long b = low; b < end; b++)
+    for (long b = low; b < end; b++) {
+      const number* ahead = keys.next();
       for (long q = 0; q < num;) {
         long lo = std::max(queries[q].first - b * S, 0L), hi = std::min<long>(queries[q].last - b * S, S);
         bool two = q % G + 1 < G;  // neighbours of one token
         Query* pair[2] = {queries + q, queries + q + 1};
         const number* values = layer.values + place(b) * layer.V;
-        if (lo < hi) (two ? sum_block<2> : sum_block<1>)(pair, values, layer.V, lo, hi, b * S - from);
+        if (lo < hi) {
+          (two ? sum_block<2> : sum_block<1>)(pair, values, layer.V, lo, hi, b * S - from, ahead, layer.E);
+          ahead = nullptr;
+        }
         q += two ? 2 : 1;
       }
+    }
   }
   for (long q = 0; q < num; q++) finish(queries[q], layer.V);
 }
