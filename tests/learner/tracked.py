@@ -188,12 +188,14 @@ def _meshes(case: Case, ranks: AnyRanks) -> Any:
 @contextmanager
 def _prompt_collection() -> Iterator[None]:
     """Let the collection of garbage leave out all that exists already, so that it may be frequent."""
+    excluded = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not excluded:
+            gc.unfreeze()
 
 
 def make_batch(num: int, length: int, step: int = 0) -> Batch:

@@ -57,7 +57,7 @@ def many(directory: Path, buffer: Path, seed: int, num_lives: int) -> None:
 def test_random_schedules_change_no_token(
     kind: str, seed: int, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    many(model_dir(kind), tmp_path / "buffer", seed, 10)
+    many(model_dir(kind), tmp_path / "buffer", seed, 5)
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def many(directory: Path, buffer: Path, seed: int, num_lives: int, **settings: A
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(("kind", "seed"), [("qwen3", 0), ("gemma3_text", 1), ("qwen3_moe", 2)])
 def test_random_schedules_change_no_bit(kind: str, seed: int, model_dir: Dir, tmp_path: Path) -> None:
-    many(model_dir(kind), tmp_path / "buffer", seed, 10)
+    many(model_dir(kind), tmp_path / "buffer", seed, 5)
 
 
 @needs_kernels
