@@ -134,7 +134,7 @@ class ResizedEngines:
         self.engines = Engines(self._start, self.places.policy, config, VirtualClock())  # type: ignore[arg-type]
         self.engines.learner_owes = lambda: False
         processes: Any = SimpleNamespace(
-            places=self.places, order=order, starter=None, facts=dict, forget_ended=lambda: None
+            places=self.places, order=order, starter=None, get_facts=dict, forget_ended=lambda: None
         )
         self.resizer = FleetResizer(processes, self.engines)
         self.resizer.send_changes_to(self._record)
