@@ -152,7 +152,7 @@ class ModelConfig(Section):
         """Refuse deterministic kernels for number formats other than float32."""
         if self.deterministic and self.dtype != "float32":
             raise ConfigError(
-                f"model.deterministic=true with model.dtype={self.dtype!r}: the kernels compute float32",
+                f"model.deterministic=true with model.dtype={self.dtype!r}: the deterministic kernels compute float32",
                 remedy="set model.dtype = 'float32', or leave model.deterministic out",
             )
         return self

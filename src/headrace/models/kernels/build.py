@@ -36,6 +36,8 @@ INSTALL = "install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc
 
 NATIVE = ("-march=native",)
 """The compiler options that select the processor of this machine."""
+BFLOAT16 = ("-DBFLOAT16",)
+"""The option of the compiler for kernels whose numbers are bfloat16."""
 
 _HERE = Path(__file__).parent
 _MAIN = "kernels.cpp"
@@ -81,10 +83,17 @@ def kernel_cache() -> Path:
     return cache_root() / "kernels"
 
 
-def build_ahead() -> None:
+def build_ahead(*options: Sequence[str]) -> None:
     """Start the compilation in a thread, if the library has to be built. A later call of :func:`open_library` waits for
-    its end. This is meant for programs that import modules in the meantime."""
-    threading.Thread(target=open_library, args=(kernel_cache(),), name="kernels").start()
+    its end. This is meant for programs that import modules in the meantime. ``options`` are further options of the
+    compiler, for one more library each."""
+
+    def build() -> None:
+        """Compile the libraries one after the other, since a compilation uses a whole core."""
+        for added in ((), *options):
+            open_library(kernel_cache(), target=(*NATIVE, *added))
+
+    threading.Thread(target=build, name="kernels").start()
 
 
 def find_compiler(compilers: Sequence[str] = COMPILERS) -> str | None:

@@ -90,7 +90,7 @@ class FusedBlock(Fused):
         """The size of a hidden state."""
         inner = 2 * (self._mlp.parts[0].linear.out_features + _GAP_BYTES // ops.dtype.itemsize)
         self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
-        """The number of float32 numbers of scratch memory that each token needs."""
+        """The number of numbers of scratch memory that each token needs."""
 
     def tokens(self, x: Tensor, turn: RotaryArgs) -> tuple[DecoderTokens, Tensor]:
         """Return the kernel's argument for the tokens ``x``, which must be contiguous, and the tensor for the result.
@@ -138,7 +138,8 @@ class FusedDecoder(FusedBlock):
         if not isinstance(attention, CompiledAttention):
             return self.original(hidden_states, *args, **kwargs)
         x = hidden_states.contiguous()
-        tokens, y = self.tokens(x, rotary_args((turn[0][0], turn[1][0])))
+        cos, sin = (each[0].to(self.ops.dtype) for each in turn)
+        tokens, y = self.tokens(x, rotary_args((cos, sin)))
         norms = (norm_args(norm) for norm in self._attention.norms)
         parts = Decoder(self.block(tokens.M), *norms, self.products(tokens.M), int(self._attention.gated))
         attention.decode(tokens, parts, attention.shape(self._heads, pools, self._attention.rule))
@@ -237,7 +238,7 @@ def _decode_probe(model: nn.Module, ops: Kernels) -> Tensor:
     They are compared before and after a replacement."""
     cache = PagedCache(cache_shapes(model), 4, dtype=ops.dtype, device="cpu")  # also layers that attend on torch
     shapes = state_shapes(model)
-    pool = StatePool(shapes, 2, "cpu", ops) if shapes else None
+    pool = StatePool(shapes, 2, "cpu", ops if ops.dtype == torch.float32 else None) if shapes else None
     tables_RB, starts_R, found = np.array([[0, 1], [2, 3]], np.int32), np.zeros(2, np.int64), []
     for counts, decoding in ((_PROBE, 0), ((1, 2), 1), ((1, 1), 2), ((1, 1), 2)):
         counts_R = np.array(counts, np.int64)

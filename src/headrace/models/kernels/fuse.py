@@ -273,7 +273,7 @@ def _replace_if_equal(fused: Fused, sample: AttentionSample | None) -> str | Non
     try:
         right = _computes_the_same(fused, sample)
         if right and fused.ops.dtype != torch.float32 and not isinstance(fused, FusedLinear | FusedNorm):
-            right = _computes_the_same(_in_float32(fused), sample)
+            right = _computes_the_same_in_float32(fused, sample)
     except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"it is called, or turns positions, in a way that the kernels do not know ({type(error).__name__})"
     if not right:
@@ -294,15 +294,22 @@ def _computes_the_same(fused: Fused, sample: AttentionSample | None) -> bool:
     return close(actual, expected, TOLERANCES[fused.ops.dtype])
 
 
-def _in_float32(fused: Fused) -> Fused:
-    """Return a copy of ``fused`` with the module's parameters in float32, and on the kernels for them. Two functions
-    that differ by less than bfloat16 rounds, such as two activations of small numbers, differ in float32."""
+def _computes_the_same_in_float32(fused: Fused, sample: AttentionSample | None) -> bool:
+    """Return whether a copy of ``fused`` with parameters in float32, on the kernels for them, computes what its module
+    computes. Two functions that differ by less than bfloat16 rounds, such as two activations of small numbers, differ
+    in float32. ``sample`` is as in :func:`_computes_the_same`."""
     ops = kernels()
     if isinstance(ops, Unavailable):
         raise RuntimeError(ops.reason)
     twin = copy.deepcopy(fused, {id(fused.ops): ops})
-    twin.module.float()
-    return twin
+    try:
+        twin.module.float()
+        return _computes_the_same(twin, sample)
+    finally:
+        # a product and its layer refer to each other: without this, the copies of all layers would be in memory at once
+        for module in twin.module.modules():
+            module.__dict__.pop("product", None)
+        twin.__dict__.clear()
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

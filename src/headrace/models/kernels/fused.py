@@ -159,8 +159,9 @@ class FusedAttention(Fused):
         heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(split, self.sizes, strict=True)]
         query, *gate = heads[0].chunk(2, -1) if self.gated else heads[:1]
         shaped = (query, *heads[1:], *gate)
+        cos, sin = (each[0].to(self.ops.dtype) for each in turn)  # float32 in some bfloat16 models
         for tensor, norm in zip(shaped[:2], self.norms, strict=True):
-            self.ops.heads_(tensor, norm, (turn[0][0], turn[1][0]))
+            self.ops.heads_(tensor, norm, (cos, sin))
         return shaped
 
     def compute(
@@ -225,6 +226,6 @@ def find_norm(module: nn.Module | None) -> RmsNorm | None:
     x = torch.linspace(-1.0, 2.0, weight.numel())
     normed = x * torch.rsqrt(x.square().mean() + eps)
     for plus in (0.0, 1.0):
-        if close(normed * (weight + plus), original(x)):
+        if close(normed * (weight.float() + plus), original(x)):
             return RmsNorm(module, eps, plus)
     return None

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.models.kernels.build import NATIVE, Unavailable, kernel_cache, open_library
+from headrace.models.kernels.build import BFLOAT16, NATIVE, Unavailable, kernel_cache, open_library
 from headrace.models.kernels.panels import PackedProduct
 
 WIDEST = 4
 """The largest number of weights per channel in a convolution that the kernels support."""
-FORMATS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("-DBFLOAT16",)}
+FORMATS: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: BFLOAT16}
 """The number formats for which the kernels can be compiled, with the options of the compiler."""
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """The accepted relative and absolute error of a result in the test of a compiled library, by number format."""
@@ -479,6 +479,10 @@ def _check(kernels: Kernels) -> str | None:
         return "products"
     if not all(torch.equal(kernels.linear(x[i : i + 1], PackedProduct(w, bias))[0], y[i]) for i in range(len(x))):
         return "products that depend on the batch"
+    if kernels.dtype == torch.float32 and not torch.allclose(
+        kernels.log_softmax(y), y.log_softmax(-1), rtol=tolerance, atol=tolerance
+    ):
+        return "log-softmax"
     ones = PackedProduct(torch.eye(83, dtype=kernels.dtype))
     inner = kernels.gated(x, ones, ones, ones).float()
     if not torch.allclose(inner, torch.nn.functional.silu(rows) * rows, rtol=tolerance, atol=tolerance):

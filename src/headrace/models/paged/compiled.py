@@ -43,6 +43,9 @@ class CompiledAttention:
             self._tables.ctypes.data, self._starts.ctypes.data, self._counts.ctypes.data, rows, width
         )  # fmt: skip
         """The kernel's argument that describes the pass."""
+        self._sinks_H: Tensor | None = None
+        """The sinks of the last layer in the format of the cache, to which the kernel's argument points; ``None`` for
+        none."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the keys and values of the pass into the layer's blocks, and return the attention ``[N, H, E]`` over
@@ -64,7 +67,7 @@ class CompiledAttention:
         """Return the kernel's argument for one layer: its pools ``layer`` and the parameters of its ``rule``, for
         ``heads`` query heads."""
         keys, values = layer
-        sinks = rule.sinks_H
+        sinks = self._sinks_H = None if rule.sinks_H is None else rule.sinks_H.to(keys.dtype)
         return PagedLayer(
             *(keys.data_ptr(), values.data_ptr(), None if sinks is None else sinks.data_ptr()),
             *(heads, keys.shape[1], keys.shape[3], values.shape[3]),

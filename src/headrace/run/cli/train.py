@@ -113,10 +113,10 @@ def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
     ``engine`` uses kernels that are not compiled yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 
-    if engine.can_fuse and model.dtype == "float32" and engine.device in (AUTO, CPU):
-        from headrace.models.kernels.build import build_ahead
+    if engine.can_fuse and engine.device in (AUTO, CPU):
+        from headrace.models.kernels.build import BFLOAT16, build_ahead
 
-        build_ahead()
+        build_ahead(*[BFLOAT16] * (model.dtype == "bfloat16"))
 
 
 def show_summary(summary: Summary, resume_command: str) -> None:

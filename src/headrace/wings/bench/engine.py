@@ -217,7 +217,7 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
     caches: dict[str, int] = {}
-    kernels = ""
+    unit = ""
     with ExitStack() as stack:
         sides = {name: bench.open(name, bench.model(match.model), stack) for name in names}
         # all pages of the cache are touched, so that its size can be subtracted from the resident memory
@@ -234,7 +234,7 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
                 rates[name].append(answer["tokens"] / seconds)
                 caches[name] = answer.get("cache_bytes", VLLM_CACHE_BYTES if name == "vllm" else 0)
                 resident[name] = side.resident_bytes()
-                kernels = answer.get("kernels", kernels) if name == match.side else kernels
+                unit = answer.get("unit", unit) if name == match.side else unit
     rows: list[Row] = [
         {
             "what": match.name, "side": name, "tok_s": statistics.median(rates[name]), "lowest": min(rates[name]),
@@ -247,7 +247,7 @@ def _compare(bench: _EngineBench, match: EngineComparison) -> Measurement:
     for peer in names[1:]:
         ratio = statistics.median(ours / theirs for ours, theirs in zip(rates[match.side], rates[peer], strict=True))
         rows.append({"what": match.name, "ours by": peer, "ratio": ratio})
-        if peer in match.ratios and match.unit in kernels:
+        if peer in match.ratios and match.unit in (unit, ""):
             targets.append(at_least(f"{match.name}, tok/s by {peer}'s", ratio, match.ratios[peer], "ratio"))
     if "vllm" in names:
         share = (resident[match.side] - caches[match.side]) / (resident["vllm"] - caches["vllm"])

@@ -31,6 +31,7 @@ from headrace.engine.native import NativeEngine, WeightReceiver
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.learner.products import product
 from headrace.models import ModelConfig, load_model
+from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
@@ -75,6 +76,10 @@ class NativeSide:
         )  # fmt: skip
         self._next_id = 0
         """The id of the next request to the engine."""
+        loaded = kernels(self._model.dtype)
+        self._unit = loaded.unit if isinstance(loaded, Kernels) else ""
+        """What multiplies in the kernels for this number format, whether the model runs on them or not; empty: there
+        are no kernels."""
         self._first_commit()
         self._forward_s = self._entered_s = 0.0
         """The total time in forward passes of the model in the present request, in seconds."""
@@ -103,7 +108,7 @@ class NativeSide:
             "busy_s": stats.busy_s - before.busy_s,
             "forward_s": self._forward_s,
             "cache_bytes": stats.cache_bytes,
-            "kernels": self._engine.facts()["kernels"],
+            "unit": self._unit,
         }
 
     def close(self) -> None:
