@@ -40,7 +40,7 @@ TOKEN = (
     Hop("launch/hosts/engine", "EngineHost._add", "add"),
     Hop("engine/native/engine", "NativeEngine.add", "admit"),
     Hop("engine/native/intake", "Intake.admit", "_sequence"),
-    Hop("engine/native/scheduler", "Scheduler._join", "join"),
+    Hop("engine/native/scheduler", "Scheduler._join", "add"),
     # the token, from the logits to the reader of the stream
     Hop("engine/native/engine", "NativeEngine._draw", "draw"),
     Hop("engine/native/controls", "Controls.draw", "sample"),

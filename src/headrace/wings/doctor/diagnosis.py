@@ -44,6 +44,9 @@ weights."""
 FAR_BETTER = 0.1
 """A server that should compute in half precision computes in float32 if the gap of the weights in float32 is below this
 fraction of the gap in half precision. Two programs in half precision never agree that much better with float32."""
+ROUNDINGS = 2.0
+"""How many times as far as rounding to half precision moves the logprobs here, a server in half precision may be from
+the expected weights in either precision."""
 NUM_DRAWS, DRAWS_AT_ONCE = 512, 64
 """Number of tokens that are sampled without sampling settings to find the server's defaults, and number of tokens of
 one request."""
@@ -206,7 +209,7 @@ def _check_weights(
             "let the server tell logprobs of the distribution at temperature 1", Fault.WRONG_TEMPERATURE,
         )  # fmt: skip
         return own
-    best, untried = _find_best_candidate(expected, entries, size, own.gap)
+    best, untried = _find_best_candidate(expected, entries, size, own)
     if best is not None:
         assert best.candidate.fault is not None
         level = Grade.WARN if best.candidate.fault is Fault.PRECISION else Grade.FAIL
@@ -279,11 +282,11 @@ def _fit_logit_scale(own: Explanation, entries: Entries, size: int | None) -> fl
 
 
 def _find_best_candidate(
-    expected: Expected, entries: Entries, size: int | None, gap: float
+    expected: Expected, entries: Entries, size: int | None, own: Explanation
 ) -> tuple[Explanation | None, list[str]]:
     """Return (best, untried): the alternative candidate with the smallest gap, ``None`` if no alternative explains the
-    server's logprobs, and descriptions of the alternatives that could not be computed. ``gap`` is the gap of the
-    expected weights in nats. ``entries`` are the server's logprobs, and ``size`` is the size of its vocabulary
+    server's logprobs, and descriptions of the alternatives that could not be computed. ``own`` is the explanation by
+    the expected weights. ``entries`` are the server's logprobs, and ``size`` is the size of its vocabulary
     (``None``: the model's)."""
     best: Explanation | None = None
     untried: list[str] = []
@@ -293,10 +296,21 @@ def _find_best_candidate(
         except (HeadraceError, ValueError, RuntimeError, OSError) as error:
             untried.append(f"{candidate.words}: {str(error).splitlines()[0]}")
             continue
-        explains = tried.gap <= _estimate_rounding(expected, candidate) and tried.gap <= CLEARLY * gap
+        explains = tried.gap <= _estimate_rounding(expected, candidate) and tried.gap <= CLEARLY * own.gap
+        explains |= candidate.fault is Fault.PRECISION and _is_rounding(tried, own, entries, size)
         if explains and (best is None or tried.gap < best.gap):
             best = tried
     return best, untried
+
+
+def _is_rounding(half: Explanation, own: Explanation, entries: Entries, size: int | None) -> bool:
+    """Return whether the server's logprobs are about as far from ``own``, the explanation by the expected weights, and
+    from ``half``, the same weights in half precision, as these two are from each other. A server whose kernels round at
+    other places than torch agrees with neither. ``entries`` are the server's logprobs, and ``size`` is the size of its
+    vocabulary (``None``: the model's)."""
+    own_E, half_E = (compute_entry_logprobs(each.logits, entries, size=size) for each in (own, half))
+    rounding = float(np.abs(np.clip(own_E, -50, 0) - np.clip(half_E, -50, 0)).mean())
+    return max(own.gap, half.gap) <= ROUNDINGS * rounding
 
 
 def _report_unexplained(
