@@ -27,8 +27,8 @@ from headrace.models.paged.compiled import CompiledAttention
 
 Directory = Callable[[str], Path]
 HALF = 2.0**-8
-"""The largest relative error of rounding to bfloat16, which has eight significant bits. Cutting the rest off would err by
-twice as much."""
+"""The largest relative error of rounding to bfloat16, which has eight significant bits. Cutting off the rest would err
+by twice as much."""
 X86 = platform.machine() == "x86_64"
 TARGETS = {"native": NATIVE, "dot products": (*NATIVE, "-mno-amx-tile", "-mno-amx-bf16"), "avx2": ("-mavx2", "-mfma"),
            "baseline": ("-O2",)}  # fmt: skip
