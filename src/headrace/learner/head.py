@@ -67,7 +67,7 @@ class KeptEntries:
         self._ids_E = kept.ids_E.astype(np.int64)
         """The id of each entry in the vocabulary, in host memory."""
         self._owners_E = np.repeat(np.arange(len(kept)), kept.sizes_T)
-        """The same as ``owners_E``, in host memory."""
+        """A copy of ``owners_E`` in host memory."""
         self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
         """The index E at which the entries of each token begin; P + 1 numbers."""
 

@@ -23,7 +23,7 @@ class Waiting:
         self._members: dict[int, Sequence] = {}
         """The waiting sequences by their number of arrival."""
         self._started: dict[int, Sequence] = {}
-        """Those of them that had sampled tokens when they were added."""
+        """The waiting sequences that had already sampled tokens when they were added."""
 
     def __len__(self) -> int:
         return len(self._members)

@@ -1,4 +1,4 @@
-"""The diagnosis of a server: which weights, tokenizer and sampling settings it uses. The weights are explanation by
+"""The diagnosis of a server: which weights, tokenizer and sampling settings it uses. The weights are found by
 comparing the server's logprobs with those of candidates.
 
     the server's logprobs ──▶ gap to the expected weights ──within rounding──▶ right
@@ -117,7 +117,7 @@ def _get_vocabulary_size(expected: Expected) -> int:
 
 
 def _find_served_size(probe: ServerProbe, vocab: int) -> int:
-    """Return the smallest token id that the server refuses, explanation by bisection; ``vocab`` if the server accepts
+    """Return the smallest token id that the server refuses, found by bisection; ``vocab`` if the server accepts
     all ids of the model."""
     if not probe.refuses_token(vocab - 1):
         return vocab
