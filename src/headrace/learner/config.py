@@ -18,7 +18,7 @@ from headrace.learner.auxiliary.config import (
     ServedTeacher,
     TeacherConfig,
 )
-from headrace.learner.damping import EssDamping
+from headrace.learner.damping import DampingConfig
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
 from headrace.models.config import AttentionName
 from headrace.models.devices import AUTO, DeviceName
@@ -78,9 +78,9 @@ class LearnerConfig(Section):
     """Learning rate at the end of a decaying schedule, as a fraction of ``lr``."""
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly from 0 to ``lr``."""
-    damping: EssDamping | None = None
-    """The damping of the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the
-    batch, which old tokens make smaller. Unset: no damping."""
+    damping: DampingConfig | None = None
+    """The damping of the learning rate of single steps: ``{ kind = "ess" }`` by the effective sample size of the batch,
+    which old tokens make smaller; ``{ kind = "age" }`` by the mean age of its tokens. Unset: no damping."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
     """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)

@@ -45,10 +45,11 @@ PARTS: Mapping[str, Sequence[str]] = {
     "former": ("flow.pacing=eager", "algo.old=learner"),
     "sampled": ("algo.old=sampled",),
     "ess": ("learner.damping.kind=ess",),
+    "age": ("learner.damping.kind=age",),
 }
 """The settings of each variant of an asynchronous run, by name: the defaults; without just-in-time pacing, without the
-clip against μ, or without both (the former defaults); with the exact π_old of every token, or with a learning rate that
-depends on the effective sample size."""
+clip against μ, or without both (the former defaults); with the exact π_old of every token; with a learning rate that
+depends on the effective sample size, or on the mean age."""
 
 
 def measure(
