@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
+from headrace.learner.alignment import AlignmentConfig
 from headrace.learner.auxiliary.config import (
     CriticConfig,
     Frozen,
@@ -81,6 +82,9 @@ class LearnerConfig(Section):
     damping: DampingConfig | None = None
     """The damping of the learning rate of single steps: ``{ kind = "ess" }`` by the effective sample size of the batch,
     which old tokens make smaller; ``{ kind = "age" }`` by the mean age of its tokens. Unset: no damping."""
+    alignment: AlignmentConfig | None = None
+    """The control of the cosine between the gradients of consecutive updates, which training on old tokens makes too
+    large. Needs the memory of one more gradient. Unset: gradients are not compared."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
     """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)

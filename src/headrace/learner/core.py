@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -66,7 +66,8 @@ class Update:
     grad_norm: float
     """The global norm of the gradient before clipping."""
     norms: dict[str, float]
-    """Metrics: the gradient norm of each agent that trains its own adapter and had tokens."""
+    """Metrics: the gradient norm of each agent that trains its own adapter and had tokens; with ``learner.alignment``
+    also the cosines of gradients."""
     lr: float
     """The learning rate of this update."""
     seconds: float
@@ -360,7 +361,8 @@ class LearnerCore:
         Raises :class:`~headrace.base.errors.RunError` if the gradient is not finite, or if there is not enough memory.
         """
         start_s = self._context.clock.now()
-        with self._ranks.together():
+        with self._discarding_on_failure():
+            compared = [model.before_clip() for model in self._auxiliary]
             norms = self._optimizer.clip_norms(self._config.max_grad_norm)
         if not math.isfinite(grad_norm := math.hypot(*norms.values())):
             self._discard_gradients()
@@ -371,24 +373,24 @@ class LearnerCore:
                 "the run resumes from its last snapshot",
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps) * self._damping
-        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._discard_gradients)
-            for part in (*([self._optimizer] if lr > 0 else ()), *self._auxiliary):
+        trained = lr > 0 and self.has_gradient  # an auxiliary model may have removed the gradient
+        with self._discarding_on_failure():
+            for part in (*([self._optimizer] if trained else ()), *self._auxiliary):
                 part.allocate()
-            undo.pop_all()
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step, HALF_UPDATED):
             for model in self._auxiliary if first else ():
                 model.before_update()
-            if lr > 0:  # skipped at rate 0, since adding 0 would change −0.0 to 0.0
+            if trained:  # skipped at rate 0, since adding 0 would change −0.0 to 0.0
                 with self._context.progress.track("update", f"the optimizer's update of step {self._step}"):
                     self._optimizer.step(lr)
-            biases = self._forward.mixture.move_biases(trained=lr > 0)
+            biases = self._forward.mixture.move_biases(trained=trained)
             self._optimizer.zero_grad()
             for model in self._auxiliary if last else ():
                 model.after_update(self._step + 1)
         seconds = self._end_span("optim_step", start_s)
         named = self._forward.switch.agents[1:]
         own = {f"agent/{agent}/grad_norm": norm for agent, norm in norms.items() if agent in named}
+        own |= {name: value for metrics in compared for name, value in metrics.items()}
         damped = {} if self._config.damping is None else {"lr_damping": self._damping}
         self._damping = 1.0
         return Update(grad_norm=grad_norm, norms=own, lr=lr, seconds=seconds, damped=damped, biases=biases)
@@ -417,13 +419,13 @@ class LearnerCore:
     def add_columns(self, work: StepWork) -> StepWork:
         """Return ``work`` with the columns that the auxiliary models compute. If one of them fails, the gradient is
         discarded."""
-        for model in self._auxiliary:
+        for model in (each for each in self._auxiliary if each.prepares):
             start_s = self._context.clock.now()
-            with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-                undo.callback(self._discard_gradients)
-                with self._context.progress.track(model.name, f"{model.name} of step {self._step}"):
-                    work = model.prepare(work)
-                undo.pop_all()
+            with (
+                self._discarding_on_failure(),
+                self._context.progress.track(model.name, f"{model.name} of step {self._step}"),
+            ):
+                work = model.prepare(work)
             self._end_span(model.name, start_s)
         return work
 
@@ -487,14 +489,12 @@ class LearnerCore:
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Add the gradients of all micro-batches of ``work``, agent by agent, and add their metrics to ``tally``.
         On failure the whole gradient is discarded."""
-        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._discard_gradients)
+        with self._discarding_on_failure():
             tally.begin(work)
             for agent, mask_N in self._forward.split_by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
                 tally.note(self._forward.mixture.finish())
-            undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Add the gradients of all micro-batches of one agent, and add their metrics to ``tally``. ``work``
@@ -548,6 +548,15 @@ class LearnerCore:
         :class:`~headrace.base.errors.RunError` if there is not enough memory."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step):
             return self._forward.logprobs(batch, mask_N)
+
+    @contextmanager
+    def _discarding_on_failure(self) -> Iterator[None]:
+        """Return a context for a computation of all ranks. On failure the gradients are discarded, and a lack of memory
+        is explained."""
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._discard_gradients)
+            yield
+            undo.pop_all()
 
     def _discard_gradients(self) -> None:
         """Discard the gradients of the present step, including those of the auxiliary models."""

@@ -38,7 +38,8 @@ class Footprint:
 
     weights_bytes: float
     gradients_bytes: float
-    """Gradients that are accumulated for the update, and those of the present micro-batch."""
+    """Gradients that are accumulated for the update, those of the present micro-batch, and those of the update before
+    if they are compared."""
     optimizer_bytes: float
     """Moments, and float32 copies of the weights."""
     copies_bytes: float
@@ -175,9 +176,10 @@ class LearnerSizes:
         weights = self.shape.params * self.itemsize / shards + 4 * self.adapter_params
         copies = 0 if self.adapted or self._master_bytes == self.itemsize else self._master_bytes
         on_device = not self.config.memory.offload_optimizer
+        num_gradients = 1 if self.config.alignment is None else 2
         return Footprint(
             weights_bytes=weights,
-            gradients_bytes=own * self._master_bytes * on_device,
+            gradients_bytes=num_gradients * own * self._master_bytes * on_device,
             optimizer_bytes=(own * copies + self._moment_bytes(own)) * on_device,
             copies_bytes=self._copies_bytes(own),
             gathered_bytes=0.0,
@@ -421,6 +423,8 @@ def _changed_configs(sizes: LearnerSizes) -> Iterator[tuple[str, LearnerConfig]]
     moved = memory.offload_optimizer or sizes.adapted
     if not (moved or sizes.on_host):
         yield "learner.memory.offload_optimizer = true", _memory(config, offload_optimizer=True)
+    if config.alignment is not None and not memory.offload_optimizer:
+        yield "learner.alignment left out", config.model_copy(update={"alignment": None})
     if config.optimizer.kind == "adamw" and ways.world == 1 and not moved:
         optimizer = config.optimizer.model_copy(update={"kind": "adamw8bit"})
         name = "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])"

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 NORM_BLOCK = 4096
 """The number of elements whose norm is computed at once in their own dtype."""
+PIECE = 1 << 22
+"""The number of elements that are converted to float64 at once."""
 FUSED_DEVICES = frozenset({"cpu", "cuda"})
 """The types of devices for which torch has AdamW as one fused kernel."""
 
@@ -151,3 +153,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
         norms.append(torch.linalg.vector_norm(flat[:whole_blocks].view(-1, NORM_BLOCK), dim=1).double())
         norms.append(torch.linalg.vector_norm(flat[whole_blocks:]).double()[None])
     return float(torch.cat(norms).square().sum()) if norms else 0.0
+
+
+def inner_product(first: Tensor, second: Tensor) -> Tensor:
+    """Return the sum of the products of the elements of two tensors of the same shape, computed in float64, without
+    waiting for their device."""
+    pairs = zip(first.detach().reshape(-1).split(PIECE), second.detach().reshape(-1).split(PIECE), strict=True)
+    return torch.stack([torch.dot(one.double(), other.double()) for one, other in pairs]).sum()

@@ -110,6 +110,9 @@ _LABELLED = tuple(
     )
 ) + _rows(
     ("agent/{agent}/grad_norm", "", MEAN, "Norm of the gradient, before clipping, of an agent's own adapter"),
+    ("agent/{agent}/grad_alignment", "", MEAN, "Cosine of this gradient and the one before (learner.alignment)"),
+    ("agent/{agent}/grad_projected", "frac", MEAN, "Updates of this adapter whose cosine was reduced"),
+    ("agent/{agent}/grad_skipped", "frac", MEAN, "Updates of this adapter that were skipped"),
 )
 _FLOW = _rows(
     ("trained_tokens", "tokens", SUM, "Tokens that carried loss in the step"),
@@ -180,6 +183,9 @@ _LEARNING = _rows(
     ("grad_norm", "", MEAN, "Global norm of the gradient before clipping"),
     ("lr", "", LAST, "Learning rate of the update"),
     ("lr_damping", "", MEAN, "What learner.damping multiplied it by"),
+    ("grad_alignment", "", MEAN, "Cosine of the gradient and that of the update before, where they are compared"),
+    ("grad_projected", "frac", MEAN, "Updates whose gradient learner.alignment has changed to reduce it"),
+    ("grad_skipped", "frac", MEAN, "Updates that learner.alignment has skipped"),
     ("expert_load_max", "", MEAN, "Load of the most used expert of any layer of a mixture; 1 is an even load"),
     ("expert_load_min", "", MEAN, "The same of the least used one"),
     ("experts_idle", "frac", MEAN, "Experts that no token of the step chose"),

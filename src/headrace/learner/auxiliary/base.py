@@ -2,6 +2,7 @@
 every update.
 
     batch ──▶ mask, weights ──▶ auxiliary.prepare(work) ──▶ ... ──▶ the training passes, which read the columns
+    gradient is complete ──▶ auxiliary.before_clip() ──▶ its norm is clipped
     gradient is finite ──▶ auxiliary.before_update() ──▶ the optimizer ──▶ auxiliary.after_update(version)
     snapshot ──▶ auxiliary.state() ··▶ one file under its name ··▶ auxiliary.set_state(tensors)
 
@@ -55,6 +56,8 @@ class AuxiliaryModel:
     """The name of the model's files in a snapshot, and of its spans in the trace."""
     columns: ClassVar[frozenset[Column]] = frozenset()
     """The columns that this model computes for objectives."""
+    prepares: ClassVar[bool] = True
+    """Whether :meth:`prepare` does anything, so that it has to be called."""
 
     @property
     def swaps_weights(self) -> bool:
@@ -86,6 +89,12 @@ class AuxiliaryModel:
     def allocate(self) -> None:
         """Allocate the memory for the update of this model. After a failure it is called again, and allocates only
         missing memory."""
+
+    def before_clip(self) -> dict[str, float]:
+        """Called before each update, when the gradient of the trained model is complete and neither clipped nor known
+        to be finite. The gradient may be changed; weights whose gradient is removed are not updated. Return
+        metrics."""
+        return {}
 
     def before_update(self) -> None:
         """Called before an update: the gradient is finite, and the trained model still has the weights of the previous

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from headrace.algo.objective import Objective
 from headrace.base.errors import ConfigError
+from headrace.learner.auxiliary.alignment import GradientAlignment
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.auxiliary.config import SampledVersions
 from headrace.learner.auxiliary.critic import Critic
@@ -30,6 +31,8 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
         found.append(ExternalTeacher(parts))
     if parts.objective.critic is not None:
         found.append(Critic(parts, parts.objective.critic))
+    if config.alignment is not None:
+        found.append(GradientAlignment(parts, config.alignment))
     return tuple(found)
 
 

@@ -24,8 +24,9 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError
+from headrace.learner.alignment import GradientProducts
 from headrace.learner.config import LearnerConfig
-from headrace.learner.optim import build_optimizer, sum_of_squares, update_rules
+from headrace.learner.optim import build_optimizer, inner_product, sum_of_squares, update_rules
 from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
@@ -221,6 +222,29 @@ class ShardOptimizer:
             by_copies.setdefault(num_replicas(one.weight, self._ranks.config.world), []).extend(_gradients([one]))
         squares = [sum_of_squares(parts) / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
+
+    def products(self, earlier: Mapping[str, Tensor]) -> dict[str, GradientProducts]:
+        """Sum the gradients of adapters over the ranks. Then return the inner products of the gradients and of
+        ``earlier``, this rank's shards of other gradients by the weights' names: over all weights of each agent's
+        adapter, by agent, or under the empty name. They are the same on every rank. A missing gradient counts as
+        zeros."""
+        self._sum_adapters()
+        agents = list(self._by_agent())
+        shares = [self._products([one for one in self.trained if one.agent == agent], earlier) for agent in agents]
+        sums = self._ranks.add_up(torch.tensor(shares, dtype=torch.float64)).tolist()
+        return {agent: GradientProducts(*row) for agent, row in zip(agents, sums, strict=True)}
+
+    def _products(self, weights: Sequence[TrainedWeight], earlier: Mapping[str, Tensor]) -> list[float]:
+        """Return this rank's share of the inner products g·g, g·h and h·h, where g are the gradients of ``weights``,
+        and h those in ``earlier``."""
+        terms: tuple[list[Tensor], ...] = ([], [], [])
+        for one in weights:
+            own, other = one.master.grad, earlier.get(one.name)
+            copies = num_replicas(one.weight, self._ranks.config.world)
+            for found, first, second in zip(terms, (own, own, other), (own, other, other), strict=True):
+                if first is not None and second is not None:
+                    found.append(inner_product(first, second) / copies)
+        return [float(torch.stack(found).sum()) if found else 0.0 for found in terms]
 
     def allocate(self) -> None:
         """Allocate all moments for the first update, since AdamW would allocate them group by group during the update.

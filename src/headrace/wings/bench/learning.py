@@ -46,10 +46,11 @@ PARTS: Mapping[str, Sequence[str]] = {
     "sampled": ("algo.old=sampled",),
     "ess": ("learner.damping.kind=ess",),
     "age": ("learner.damping.kind=age",),
+    "alignment": ("learner.alignment.low=0.1",),
 }
 """The settings of each variant of an asynchronous run, by name: the defaults; without just-in-time pacing, without the
 clip against μ, or without both (the former defaults); with the exact π_old of every token; with a learning rate that
-depends on the effective sample size, or on the mean age."""
+depends on the effective sample size, or on the mean age; with a bound on the cosine of consecutive gradients."""
 
 
 def measure(

@@ -46,7 +46,8 @@ def bench(
         "",
         metavar="NAME,NAME",
         help="learning: variants of the settings: default; eager (groups start at once); idle clip (algo.old=learner); "
-        "former (both, as the defaults were before); sampled (algo.old=sampled); ess, age (learner.damping.kind).",
+        "former (both, as the defaults were before); sampled (algo.old=sampled); ess, age (learner.damping.kind); "
+        "alignment (learner.alignment).",
     ),
     steps: int = typer.Option(0, min=0, help="learning: steps of a run; 0: as many as the task sets."),
     directory: str = typer.Option(
