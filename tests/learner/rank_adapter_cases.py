@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,6 +61,8 @@ class Adapted:
     lora: dict[str, Any] = field(default_factory=lambda: {"rank": 4})
     batch: Callable[[int], Batch] = lambda step: random_batch(step=step, num_samples=7)
     layouts: tuple[dict[str, int], ...] = ({"data": 2},)
+    config: dict[str, Any] = field(default_factory=dict)
+    """Settings of the learner beside :data:`FLAT`."""
     apart: float = 1e-5
     """How far weights, by the largest number of each, and norms of gradients may be from those of one process."""
 
@@ -71,6 +74,13 @@ class Adapted:
 ADAPTED = {
     "policy": Adapted(layouts=TWO),
     "agents": Adapted(lora={"rank": 4, "agents": AGENTS}, batch=by_roles, layouts=({"data": 2}, {"tensor": 2})),
+    "aligned": Adapted(
+        lora={"rank": 4, "agents": AGENTS},
+        batch=lambda step: replace(by_roles(step % 2), step=step),
+        layouts=({"data": 2}, {"tensor": 2}),
+        config={"alignment": {"low": 0.02}},
+        apart=1e-4,  # what a projection leaves of a gradient is small beside its roundings
+    ),
     "dora": Adapted(lora={"rank": 4, "use_dora": True}),
     "experts": Adapted(kind="experts", lora={"rank": 2, "experts": True}, layouts=({"data": 2}, {"context": 2})),
     "beside_experts": Adapted(kind="experts", layouts=({"data": 2, "expert": 2}, {"tensor": 2, "expert": 2})),
@@ -100,7 +110,8 @@ def _adapted(directory: Path, name: str) -> Found:
     adapted, found = ADAPTED[name], []
     expected = {kind: load_file(directory / f"{name}.{kind}") for kind in ("gradients", "weights")}
     for layout in adapted.layouts:
-        learner = _learner(directory, layout, adapted.start(directory, name), kind=adapted.kind).core
+        start = adapted.start(directory, name)
+        learner = _learner(directory, layout, start, kind=adapted.kind, own=adapted.config).core
         curve, gradients = five_steps(learner, adapted)
         worst = {"gradients": _apart(gradients, expected["gradients"])}
         worst["weights"] = _apart(trained(learner), expected["weights"])
@@ -135,7 +146,8 @@ for _name in ADAPTED:
 
 def _learner(directory: Path, parallel: dict[str, int], lora: dict[str, Any], **more: Any) -> ShardedLearner:
     model = directory / more.pop("kind", "dense")
-    return ShardedLearner(Case(model_dir=model, parallel=parallel, config=FLAT, lora=lora, **more))
+    config = {**FLAT, **more.pop("own", {})}
+    return ShardedLearner(Case(model_dir=model, parallel=parallel, config=config, lora=lora, **more))
 
 
 def fresh(directory: Path) -> Found:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from headrace.algo.base import LossInputs, TokenLoss
 from headrace.algo.objective import Objective
@@ -154,6 +155,52 @@ def several(train: Callable[[Batch], dict[str, float]]) -> list[list[float]]:
     """Loss, clipped tokens and mismatch of two steps."""
     reports = [train(random_batch(step=step, num_samples=12)) for step in range(2)]
     return [[metrics[name] for name in ("loss", "clip_frac", "mismatch_kl", "updates")] for metrics in reports]
+
+
+ALIGNED = {**FLAT, "alignment": {"low": 0.05, "high": 0.999}, "lr": 1e-3}
+ON_FOUR = ({"data": 4}, {"data": 2, "replicate": 2}, {"data": 2, "tensor": 2}, {"tensor": 2, "context": 2})
+"""Layouts of four ranks that hold different shards, or copies of them."""
+
+
+def _aligned(directory: Path, layouts: Sequence[dict[str, int]]) -> Found:
+    """By layout, four steps whose gradients are alike, with a bound on their cosine. The first learner saves a snapshot
+    after the second step."""
+    found = []
+    for layout in layouts:
+        learner = _learner(directory, layout, config=ALIGNED)
+        before = alike_steps(learner.train, range(2))
+        if layout is layouts[0]:
+            _save(learner, directory / f"aligned_by_{learner.ranks.config.world}")
+        found.append(before + alike_steps(learner.train, range(2, 4)))
+    return {"found": found}
+
+
+def aligned(directory: Path) -> Found:
+    """Two ranks."""
+    return _aligned(directory, [{layout: 2} for layout in (*LAYOUTS, "replicate")])
+
+
+def aligned_on_four(directory: Path) -> Found:
+    """Four ranks."""
+    return _aligned(directory, ON_FOUR)
+
+
+def aligned_resumed(directory: Path) -> Found:
+    """The last two steps, from the snapshot of data-parallel ranks, over tensor-parallel ranks."""
+    learner = _learner(directory, {"tensor": 2}, kind="aligned_by_2", config=ALIGNED)
+    learner.core.restore(directory / "aligned_by_2", weights=False)
+    return {"found": alike_steps(learner.train, range(2, 4))}
+
+
+def alike_steps(train: Callable[[Batch], dict[str, float]], steps: range) -> list[list[float]]:
+    """Loss, cosine, norm and number of projections of steps on the same tokens; those of the last step have the
+    opposite advantages."""
+    batch, found = random_batch(num_samples=7), []
+    for step in steps:
+        advantages_N = -batch.advantages_N if step == 3 else batch.advantages_N
+        metrics = train(replace(batch, step=step, advantages_N=advantages_N))
+        found.append([metrics.get(name, 0.0) for name in ("loss", "grad_alignment", "grad_norm", "grad_projected")])
+    return found
 
 
 def taught(directory: Path) -> Found:

@@ -20,6 +20,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_cases import BUNDLES, LAYOUTS, SUMMED
+from tests.learner.rank_core_cases import ALIGNED, ON_FOUR, alike_steps
 from tests.models.kinds import HYBRIDS
 from tests.models.kinds import KINDS as MODEL_KINDS
 from tests.once import once, selected, shared_directory
@@ -149,7 +150,7 @@ def two(request: pytest.FixtureRequest, place: Path, alone: Found) -> Found:
 
 @pytest.fixture(scope="module")
 def four(place: Path, alone: Found) -> Found:
-    return once(place, "four", lambda: run(place, 4, [*FOUR, "four"]))
+    return once(place, "four", lambda: run(place, 4, [*FOUR, "four", "aligned_on_four"]))
 
 
 def damage(directory: Path) -> None:
@@ -242,6 +243,17 @@ def test_a_snapshot_of_four_ranks_goes_on_along_the_same_curve_on_two(
 ) -> None:
     assert_same_curve(answer(four, "four")["curve"], curve_alone)
     assert_same_curve(answer(run(place, 2, ["resume_on_two"]), "resume_on_two")["curve"], curve_alone[2:])
+
+
+@pytest.mark.slow
+def test_four_ranks_bound_the_cosine_of_gradients_as_one_process_does(four: Found, place: Path) -> None:
+    learner = Setup(model_dir=place / "dense", config={"tokens_per_microbatch": 30, **ALIGNED}).learner()
+    expected = alike_steps(lambda batch: learner.train(batch).metrics, range(4))
+    found = answer(four, "aligned_on_four")["found"]
+    assert len(found) == len(ON_FOUR)
+    for rows in found:
+        for row, expected_row in zip(rows, expected, strict=True):
+            assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-5)
 
 
 def test_every_weight_travels_whole_under_its_own_name(two: Found) -> None:

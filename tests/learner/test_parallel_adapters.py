@@ -56,7 +56,8 @@ def begin(directory: Path, name: str) -> dict[str, Any]:
 
 
 def learner_of(directory: Path, adapted: Adapted, lora: Mapping[str, Any], **algo: Any) -> Any:
-    return Setup(model_dir=directory / adapted.kind, config=FLAT, lora=dict(lora), **algo).learner()
+    config = {**FLAT, **adapted.config}
+    return Setup(model_dir=directory / adapted.kind, config=config, lora=dict(lora), **algo).learner()
 
 
 @pytest.fixture(scope="module")

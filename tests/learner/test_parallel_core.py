@@ -13,6 +13,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.weights import correction_biases
 from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_core_cases import (  # fmt: skip
+    ALIGNED,
     AVERAGE,
     DISTIL,
     FLAT,
@@ -21,6 +22,7 @@ from tests.learner.rank_core_cases import (  # fmt: skip
     PENALTY,
     SEVERAL,
     SPECIAL,
+    alike_steps,
     penalised,
     several,
 )
@@ -29,7 +31,7 @@ from tests.once import once, selected, shared_directory
 
 CASES = [
     *("parts", "scores", "from_one", "halves_of_weights", "curve", "biases", "kept_data", "kept_resumed", "taught"),
-    "full",
+    *("aligned", "aligned_resumed", "full"),
 ]
 CONFIG = {"tokens_per_microbatch": 30}
 
@@ -76,6 +78,7 @@ def found_alone(place: Path, names: list[str]) -> Found:
     found["biases"] = {name: bias.tolist() for name, bias in correction_biases(learner.model).items()}
     learner = Setup(model_dir=place / "dense", algo=SEVERAL, config={**CONFIG, **FLAT}).learner()
     found["updates"] = several(lambda batch: learner.train(batch).metrics)
+    found["aligned"] = aligned_alone(place)
     tiny(place / "other", **{**KINDS["dense"], "seed": 9})
     teacher = {"teachers": [{"kind": "model", "path": str(place / "other")}], "top_k": 5}
     learner = Setup(model_dir=place / "dense", algo=DISTIL, config={**CONFIG, **teacher}).learner()
@@ -87,6 +90,11 @@ def found_alone(place: Path, names: list[str]) -> Found:
 def kept_alone(place: Path) -> list[list[float]]:
     learner = Setup(model_dir=place / "dense", algo=PENALTY, config={**CONFIG, **AVERAGE}).learner()
     return penalised(lambda batch: learner.train(batch).metrics, range(3))
+
+
+def aligned_alone(place: Path) -> list[list[float]]:
+    learner = Setup(model_dir=place / "dense", config={**CONFIG, **ALIGNED}).learner()
+    return alike_steps(lambda batch: learner.train(batch).metrics, range(4))
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +170,31 @@ def test_one_process_goes_on_with_the_average_that_ranks_saved(two: Found, alone
     learner.restore(place / "kept_by_two")
     (found,) = penalised(lambda batch: learner.train(batch).metrics, range(2, 3))
     assert found == pytest.approx(alone["kept"][2], rel=1e-3, abs=1e-6)
+
+
+def assert_aligned(found: list[list[float]], expected: list[list[float]]) -> None:
+    """The cosines and norms of gradients, and so the weights, are those of one process, where projections act."""
+    assert [row[3] for row in expected[-2:]] == [1, 0]
+    assert expected[-2][1] > 0.5
+    assert expected[-1][1] < 0
+    for row, expected_row in zip(found, expected, strict=True):
+        assert row == pytest.approx(expected_row, rel=1e-4, abs=1e-5)
+
+
+def test_cosines_of_gradients_over_ranks_are_those_of_one_process(two: Found, alone: Found) -> None:
+    found = answer(two, "aligned")["found"]
+    assert len(found) == 4
+    for rows in found:
+        assert_aligned(rows, alone["aligned"])
+
+
+def test_ranks_of_another_cut_and_one_process_go_on_with_the_gradient_that_ranks_saved(
+    two: Found, alone: Found, place: Path
+) -> None:
+    assert_aligned(answer(two, "aligned_resumed")["found"], alone["aligned"][2:])
+    learner = Setup(model_dir=place / "dense", config={**CONFIG, **ALIGNED}).learner()
+    learner.restore(place / "aligned_by_2")
+    assert_aligned(alike_steps(lambda batch: learner.train(batch).metrics, range(2, 4)), alone["aligned"][2:])
 
 
 def test_ranks_distil_as_one_process_does(two: Found, alone: Found) -> None:
