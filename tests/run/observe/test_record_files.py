@@ -14,7 +14,7 @@ from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
 from headrace.control.observer import Observers
-from headrace.run.observe import JsonlWriter, Recorder, read_jsonl, read_steps
+from headrace.run.observe.jsonl import JsonlWriter, Recorder, read_jsonl, read_steps
 
 SPANS = [Span(lane="engine", name=f"générate {i}", start_s=i, end_s=i + 0.5, step=i) for i in range(4)]
 

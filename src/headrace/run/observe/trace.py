@@ -78,28 +78,6 @@ def seconds(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def busy(spans: Iterable[Span], lane: str) -> list[Interval]:
-    """Return the time in which ``lane`` worked, as a union in seconds of the spans' clock. Waits do not count."""
-    return union((span.start_s, span.end_s) for span in spans if span.lane == lane and not is_wait(span))
-
-
-def busy_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """Return the fraction of ``within`` in which the lane worked; 0 for an empty interval.
-
-    >>> spans = [Span(lane="engine", name="generate", start_s=0, end_s=3)]
-    >>> busy_frac(spans, "engine", (0, 4)), idle_frac(spans, "engine", (2, 4))
-    (0.75, 0.5)
-    """
-    length = within[1] - within[0]
-    return seconds(intersection(busy(spans, lane), [within])) / length if length > 0 else 0.0
-
-
-def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """Return the fraction of ``within`` in which the lane did not work; 1 for an empty interval. For an example, see
-    :func:`busy_frac`."""
-    return 1.0 - busy_frac(spans, lane, within)
-
-
 def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
     """Return the part of an account that follows from spans: for the interval ``within``, how long engines, learner and
     controller worked, and how long engines and learner waited for which part. Other fields keep their defaults; the
