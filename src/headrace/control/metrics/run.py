@@ -35,7 +35,7 @@ from headrace.control.metrics.batch import (
 )
 from headrace.control.metrics.counters import Attempts, CounterSnapshot, RunTotals, SinceStep
 from headrace.control.metrics.rewards import RewardCounts
-from headrace.control.metrics.summary import CommitGap, Summary, make_ledger_summary
+from headrace.control.metrics.summary import CommitGap, Summary
 from headrace.control.parts import Components
 from headrace.flow import Flow
 from headrace.flow.ledger.base import Conservation
@@ -464,7 +464,7 @@ class RunMetrics:
             mismatch_kl=totals.mismatch_kl,
             mismatch_abs=totals.mismatch_abs,
             mismatch_abs_most=totals.mismatch_abs_most,
-            ledger=make_ledger_summary(conservation),
+            ledger=conservation,
             versions=[totals.versions[0], totals.versions[-1]] if totals.versions else [],
             reward_failures=dict(self.rewards.get_failing()),
             warnings=list(warnings),
