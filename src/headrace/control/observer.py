@@ -70,12 +70,6 @@ class Observers:
         for observer in self._observers:
             observer.event(event)
 
-    def span(self, span: Span) -> None:
-        """Collect one span, to forward it later with others."""
-        self._spans.append(span)
-        if len(self._spans) >= MAX_KEPT_SPANS:
-            self.flush()
-
     def spans(self, spans: Sequence[Span]) -> None:
         """Collect spans, to forward them later with others."""
         self._spans += spans
