@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Protocol
 
 from headrace.base.clock import Clock
@@ -118,7 +117,7 @@ class BusyLane:
             self._since_s = self._clock.now()
         self._num_working += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Count a task that stops working. If no other task works, report the span of the lane."""
         if self._num_working == 1:
             self._observers.spans(self._spans_so_far())
@@ -128,7 +127,7 @@ class BusyLane:
     def paused(self) -> Iterator[None]:
         """Count a task that has entered the lane as not working while the body runs, for example because it waits for
         the model."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         try:
             yield
         finally:

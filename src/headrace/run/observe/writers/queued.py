@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from headrace.base.types.observation import Event, LiveState, StepRecord
@@ -98,7 +97,7 @@ class QueuedWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until the queued steps are written and the writer is closed, and warn of the steps that are lost. The
         wait for room in the queue and the wait for the thread take at most :data:`CLOSE_TIMEOUT_S` each."""
         try:
