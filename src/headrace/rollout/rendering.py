@@ -26,7 +26,8 @@ _QUESTION: dict[str, Any] = {"role": "user", "content": "."}
 
 
 class Tokenizer(Protocol):
-    """The attributes and methods of a Hugging Face tokenizer that are needed to render and read messages."""
+    """The attributes and methods of a Hugging Face tokenizer that are needed to convert prompts, and to render and read
+    messages."""
 
     chat_template: str | None
     all_special_ids: list[int]

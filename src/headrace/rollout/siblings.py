@@ -19,10 +19,10 @@ from headrace.rollout.agents import Agents
 from headrace.rollout.environments.base import SingleTurn
 from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import (
-    CUT_OFF,
     EpisodeRunner,
     cause_of_refusal,
     episode_seed,
+    make_sampled_turn,
     make_session_name,
     timeout_cause,
 )
@@ -46,17 +46,7 @@ class _Answer:
 
     def turns(self, prompt: Turn) -> list[Turn]:
         """Return the two turns of the answer's episode: ``prompt``, which comes from the task, and the answer."""
-        routings = (chunk.prompt_routing for chunk in self.chunks if chunk.prompt_routing is not None)
-        stop = self.chunks[-1].stop_reason if self.chunks else None
-        answer = Turn(
-            author=_AUTHOR,
-            tokens=Tokens.concat([chunk.tokens for chunk in self.chunks]),
-            parent=0,
-            stop_reason=stop,
-            context_routing=next(routings, None),
-            untrained="" if stop else CUT_OFF,
-        )
-        return [prompt, answer]
+        return [prompt, make_sampled_turn(self.chunks, author=_AUTHOR, parent=0)]
 
 
 class _RunningGroup:
