@@ -132,7 +132,7 @@ class PolicySampler:
                 SampleRequest(
                     prompt=prompt,
                     group=first + index,
-                    sampling=_with_seed(sampling, self._answer_seed(seed, first, index, member)),
+                    sampling=msgspec.structs.replace(sampling, seed=self._answer_seed(seed, first, index, member)),
                 )
                 for member in range(n)
             ]
@@ -205,11 +205,6 @@ class PolicySampler:
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
         return Sample(prompt=prompt, tokens=Tokens.observed(ids), text=answer, group=self.num_prompts - 1)
-
-
-def _with_seed(sampling: Sampling, seed: int) -> Sampling:
-    """Return a copy of the sampling parameters with the seed ``seed``."""
-    return msgspec.structs.replace(sampling, seed=seed)
 
 
 async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
