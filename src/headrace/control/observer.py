@@ -22,19 +22,15 @@ class Observer(Protocol):
 
     def step(self, record: StepRecord) -> None:
         """Receive the record of a finished optimizer step."""
-        ...
 
     def event(self, event: Event) -> None:
         """Receive an event to show to the user as one line: a warning, an evaluation, a checkpoint."""
-        ...
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Receive new spans of the event trace."""
-        ...
 
     def update(self, state: LiveState) -> None:
         """Receive the current state of the run, about once a second."""
-        ...
 
 
 class Observers:

@@ -100,18 +100,15 @@ class EpisodeShards(Protocol):
     def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
         """Set the callbacks: ``on_parts`` is called with tokens of running turns that the ledger must record, and
         ``note`` with the text of each unusual event."""
-        ...
 
     async def run_episode(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, partial_turns: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
         """Run one episode of ``task``, which continues from the recorded tokens ``partial_turns``, and return it."""
-        ...
 
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run all ``size`` episodes of the group ``number``. ``on_ended`` is called with the episodes that end
         together."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

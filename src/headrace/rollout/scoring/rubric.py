@@ -27,7 +27,6 @@ class Graders(Scorer, Protocol):
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
         """Return the scores of one turn of an episode, given its text and the text that the model read before it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
