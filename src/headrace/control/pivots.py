@@ -17,15 +17,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from headrace.base.types.episode import (
-    AttemptKind,
-    Branch,
-    EpisodeGraph,
-    EpisodeKey,
-    EpisodeStatus,
-    TokenChunk,
-    Turn,
-)
+from headrace.base.types.episode import AttemptKind, Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn

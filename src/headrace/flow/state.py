@@ -137,14 +137,7 @@ class FlowState:
                 chosen[number] = None
         return list(chosen)
 
-    def move(
-        self,
-        number: int,
-        new: GroupState,
-        *,
-        reason: str = "",
-        versions: tuple[int, int] | None = None,
-    ) -> None:
+    def move(self, number: int, new: GroupState, *, reason: str = "", versions: tuple[int, int] | None = None) -> None:
         """Move the group ``number`` to the state ``new`` and update all counters. For READY, ``versions`` are the
         oldest and the newest version of its tokens; for DROPPED, ``reason`` is the reason that is counted. Raises
         ``AssertionError`` if the transition is not allowed."""

@@ -297,9 +297,5 @@ class EnvConfig(Section):
         return self
 
 
-_ENTRIES = {
-    "env": "my_env.py:MyEnv",
-    "rollout": "my_env.py:rollout",
-    "bridge": "reasoning_gym/basic_arithmetic",
-}
+_ENTRIES = {"env": "my_env.py:MyEnv", "rollout": "my_env.py:rollout", "bridge": "reasoning_gym/basic_arithmetic"}
 """An example of ``env.entry`` for each ``env.kind`` that needs one."""

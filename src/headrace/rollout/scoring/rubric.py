@@ -87,9 +87,7 @@ class Rubric:
         names_parts = len(self._labels) > 1  # a single component equals the reward
         graded = tuple(
             self._sum(
-                self._whole,
-                {label: scores.get_graded(index) for label, scores in scores_by_label.items()},
-                names_parts,
+                self._whole, {label: scores.get_graded(index) for label, scores in scores_by_label.items()}, names_parts
             )
             for index in range(len(completions))
         )

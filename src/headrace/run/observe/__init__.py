@@ -13,14 +13,7 @@ The control loops import nothing from this package. Its modules read plain recor
 from headrace.run.observe.account import Accountant
 from headrace.run.observe.advice import VerdictSettings, make_verdict_settings
 from headrace.run.observe.alarms import AlarmWatch, Raised
-from headrace.run.observe.jsonl import (
-    EVENTS_FILE,
-    LIVE_FILE,
-    METRICS_FILE,
-    TRACE_FILE,
-    JsonlWriter,
-    Recorder,
-)
+from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, JsonlWriter, Recorder
 from headrace.run.observe.looptime import WatchedLoop
 from headrace.run.observe.report import write_report
 from headrace.run.observe.rundata import RunData, describe_run, load_run, run_name

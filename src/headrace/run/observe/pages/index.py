@@ -26,10 +26,7 @@ class AttemptSummary:
 
 
 def make_index_page(
-    title: str,
-    figures: Mapping[str, IntervalEstimate],
-    notes: Sequence[str],
-    tasks: Sequence[Sequence[AttemptSummary]],
+    title: str, figures: Mapping[str, IntervalEstimate], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
     """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
     ``notes`` are warnings, shown above the results. ``tasks`` has the attempts at each task, in order; at most
