@@ -15,7 +15,6 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import RequestOptions, SiblingRequest, SiblingSource
-from headrace.rollout.agents import Agents
 from headrace.rollout.environments.base import SingleTurn
 from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import (
@@ -84,7 +83,8 @@ class SiblingRunner:
         of its own. That is the case if their environment does more than sample one answer, if they may be attempted
         again, if the policy's weights are frozen, or if the engine does not support sibling requests."""
         is_single = isinstance(runner.env, SingleTurn) and not runner.retries
-        if not is_single or not isinstance(runner.engine, SiblingSource) or not _has_policy_engine(runner.agents):
+        is_frozen = runner.agents.frozen(_AUTHOR) is not None
+        if not is_single or is_frozen or not isinstance(runner.engine, SiblingSource):
             return None
         return cls(runner, runner.engine)
 
@@ -177,9 +177,3 @@ class SiblingRunner:
         cause = timeout_cause(self._runner.timeout_s)
         turns = answer.turns(group.prompt)
         return EpisodeGraph(key=answer.key, turns=turns, status=EpisodeStatus.FAILED, cause=cause)
-
-
-def _has_policy_engine(agents: Agents) -> bool:
-    """Return whether the answers of the policy are sampled by its own engine, and not by an engine with frozen
-    weights."""
-    return agents.frozen(_AUTHOR) is None

@@ -48,7 +48,6 @@ class TerminalView:
 
     def __exit__(self, *_: object) -> None:
         """End the display, and restore the terminal."""
-        return
 
 
 def open_view(stream: TextIO, steps_total: int) -> TerminalView:
