@@ -188,9 +188,7 @@ class EnvConfig(Section):
                 remedy="make the function a component: [[env.rewards]] kind = 'function', ref = 'file.py:name'",
             )
         for name in ("timeout_s", "workers", "concurrency"):
-            given = {"timeout_s": self.reward_timeout_s, "workers": self.reward_workers}.get(
-                name, self.reward_concurrency
-            )
+            given = self.model_dump()[f"reward_{name}"]
             if given != type(self).model_fields[f"reward_{name}"].default:
                 raise ConfigError(
                     f"env.reward_{name}={given} has no effect on env.rewards", remedy=f"set {name} in their tables"
