@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from headrace.base.clock import Clock
 from headrace.base.types.observation import Event, LiveState, StepRecord
@@ -16,9 +15,10 @@ MAX_KEPT_SPANS = 4096
 """Maximum number of spans that are collected before they are sent to the observers."""
 
 
-class Observer(Protocol):
+class Observer:
     """The contract of an observer, which receives the events of a run: a writer of metrics or a view, for example. Its
-    methods must return at once; an exception in a method ends the run."""
+    methods must return at once; an exception in a method ends the run. A method that is not overridden ignores what it
+    receives."""
 
     def step(self, record: StepRecord) -> None:
         """Receive the record of a finished optimizer step."""

@@ -16,6 +16,7 @@ import msgspec
 from headrace.base.errors import DataError, RunError
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
+from headrace.control.observer import Observer
 
 METRICS_FILE = "metrics.jsonl"
 """The file of :class:`~headrace.base.types.observation.StepRecord` lines in a run directory."""
@@ -157,7 +158,7 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that writes ``metrics.jsonl``, ``trace.jsonl``, ``events.jsonl`` and ``live.json`` into the run
     directory.
 

@@ -7,7 +7,6 @@ Control characters in the text of a model, of data or of an error are made visib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
@@ -18,29 +17,16 @@ from rich.text import Text
 
 from headrace.base.errors import visible
 from headrace.base.types.observation import Event, LiveState, StepRecord, Wait
-from headrace.base.types.trace import Span
+from headrace.control.observer import Observer
 from headrace.run.observe.words import ages_in_words, bar, duration, number, percent, sparkline
 
 NARROW = 60
 """The width in columns below which the frame and the explanations are omitted."""
 
 
-class TerminalView:
+class TerminalView(Observer):
     """The base class of views: an observer that shows the run to a person in the terminal, and a context manager that
-    restores the terminal at its end. This class shows nothing, for ``observe.view = "none"``; a view overrides the
-    methods for what it shows."""
-
-    def step(self, record: StepRecord) -> None:
-        """Show the record of a finished optimizer step."""
-
-    def event(self, event: Event) -> None:
-        """Show an event: a warning, an evaluation, a checkpoint."""
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Ignore spans of the event trace: no view shows them."""
-
-    def update(self, state: LiveState) -> None:
-        """Show the present state of the run; called once a second."""
+    restores the terminal at its end. This class shows nothing, for ``observe.view = "none"``."""
 
     def __enter__(self) -> Self:
         """Begin to show the run, and return the view."""
