@@ -188,7 +188,7 @@ class EnvConfig(Section):
                 remedy="make the function a component: [[env.rewards]] kind = 'function', ref = 'file.py:name'",
             )
         for name in ("timeout_s", "workers", "concurrency"):
-            given = self.model_dump()[f"reward_{name}"]
+            given = getattr(self, f"reward_{name}")
             if given != type(self).model_fields[f"reward_{name}"].default:
                 raise ConfigError(
                     f"env.reward_{name}={given} has no effect on env.rewards", remedy=f"set {name} in their tables"
