@@ -44,17 +44,25 @@ class RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     other turns."""
 
     context_routing: Routing | None = None
+    """The experts of every token before the turn; ``None`` if they were not recorded."""
     failed: bool = False
     untrained: str = ""
     reward: float | None = None
+    """The part of the episode's reward that was earned in this turn; ``None`` if it is unknown."""
     process: float | None = None
+    """The process reward of a segment; ``None`` if there is none."""
     branch: Branch | None = None
+    """The branch of a resampled turn; ``None`` for a turn of the episode itself."""
     teacher: str = ""
     extra: dict[str, Any] = {}
     kept: KeptSets | None = None
+    """The kept-set of each token; ``None`` if none was recorded."""
     routing: Routing | None = None
+    """The experts that computed each token; ``None`` if none were recorded."""
     entropies_T: FloatColumn | None = None
+    """The entropy in nats at each token; ``None`` if no token has a record."""
     teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
+    """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
 
 _NO_RARE_FIELDS = RareFields()

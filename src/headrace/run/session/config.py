@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -49,7 +49,7 @@ class RunConfig(RunSections):
     """The present name of each key that was renamed, by its former name."""
 
     @model_validator(mode="after")
-    def _settings_go_together(self) -> Self:
+    def _settings_go_together(self) -> RunConfig:
         """Refuse a run file that breaks a rule between settings of different sections (:data:`SETTINGS`), or settings
         that the chosen launcher (``launch.kind``), if it is one for clusters, or kind of engine does not support."""
         refuse(SETTINGS, self, self)
