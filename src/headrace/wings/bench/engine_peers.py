@@ -8,7 +8,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,13 @@ class PeerProcess:
         top = psutil.Process(self._process.pid)
         family = [top, *top.children(recursive=True)]
         return sum(int(one.memory_full_info().pss) for one in family)
+
+
+def answer_requests(handle: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answer each request on the standard input of this process, a worker, with ``handle``, until the input ends."""
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps({"ok": handle(json.loads(line))}) + "\n")
+        sys.stdout.flush()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -35,6 +36,8 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
+from headrace.wings.bench.base import shortest_s
+from headrace.wings.bench.engine_peers import answer_requests
 
 MAX_CONTEXT = 1024
 """The largest number of tokens of a sequence."""
@@ -132,18 +135,9 @@ class NativeSide:
         left, right = (torch.full((size, size), 0.5) for _ in range(2))
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
-        products_s = self._shortest_s(lambda: product(left, right))
-        copies_s = self._shortest_s(lambda: target.copy_(source))
+        products_s = shortest_s(lambda: product(left, right), 10)
+        copies_s = shortest_s(lambda: target.copy_(source), 10)
         return {"flop_per_s": 2 * size**3 / products_s, "bytes_per_s": 2 * num_bytes / copies_s}
-
-    def _shortest_s(self, work: Callable[[], object]) -> float:
-        """Run ``work`` ten times, and return the shortest time in seconds."""
-        times_s = []
-        for _ in range(10):
-            start_s = self._clock.now()
-            work()
-            times_s.append(self._clock.now() - start_s)
-        return min(times_s)
 
     def _add(self, request: Request) -> None:
         """Queue the prompts of a request, each with the length of its answer in tokens."""
@@ -308,13 +302,8 @@ def main(arguments: list[str]) -> None:
     ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
-    side = SIDES[spec["side"]](spec["model"])
-    try:
-        for line in sys.stdin:
-            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-            sys.stdout.flush()
-    finally:
-        side.close()
+    with closing(SIDES[spec["side"]](spec["model"])) as side:
+        answer_requests(side.handle)
 
 
 if __name__ == "__main__":

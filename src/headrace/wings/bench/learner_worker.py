@@ -28,6 +28,8 @@ from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 from headrace.learner.products import product
+from headrace.wings.bench.base import shortest_s
+from headrace.wings.bench.engine_peers import answer_requests
 from headrace.wings.bench.learner_trees import Draw, Ids, TokenPaths, draw_paths
 
 GROUP = 8
@@ -184,12 +186,7 @@ class HeadraceSide:
         """Return the best rate over 20 products, in operations per second, of the float32 product of a ``rows`` by
         ``inner`` matrix and an ``inner`` by ``columns`` matrix."""
         left, right = torch.full((rows, inner), 0.5), torch.full((inner, columns), 0.5)
-        times_s = []
-        for _ in range(20):
-            start_s = self._clock.now()
-            product(left, right)
-            times_s.append(self._clock.now() - start_s)
-        return 2 * rows * inner * columns / min(times_s)
+        return 2 * rows * inner * columns / shortest_s(lambda: product(left, right), 20)
 
 
 class PaddedSide:
@@ -328,9 +325,7 @@ def main(arguments: list[str]) -> None:
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-        sys.stdout.flush()
+    answer_requests(side.handle)
 
 
 if __name__ == "__main__":
