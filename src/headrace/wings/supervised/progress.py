@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Literal, Protocol, Self, TextIO
@@ -14,8 +13,7 @@ from rich.text import Text
 
 from headrace.base.errors import visible
 from headrace.base.lasting import LossTolerantStream
-from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.base.types.trace import Span
+from headrace.base.types.observation import Event, StepRecord
 from headrace.control.observer import Observer
 from headrace.run.observe.terminal import SilentView
 from headrace.run.observe.words import duration, number
@@ -54,7 +52,7 @@ def _format_figure(value: float | None) -> str:
     return number(value) if value is None or value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-class LineView:
+class LineView(SilentView):
     """A display of one line per step and per event, for files and pipes."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
@@ -70,15 +68,6 @@ class LineView:
         """Print the text of the event, with control characters made visible."""
         self._print(f"{'warning: ' if event.level == 'warning' else ''}{visible(event.text)}")
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this display does not show spans."""
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: lines are printed for steps and events alone."""
-
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Flush the stream."""
         self._stream.flush()
@@ -89,7 +78,7 @@ class LineView:
         self._stream.flush()
 
 
-class BarView:
+class BarView(SilentView):
     """A bar with the figures of the last step at the foot of the terminal; events are printed above it."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
@@ -113,12 +102,6 @@ class BarView:
         self._progress.console.print(
             Text(visible(event.text), style="yellow" if event.level == "warning" else "dim")
         )  # fmt: skip
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this display does not show spans."""
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: the bar is drawn for steps."""
 
     def __enter__(self) -> Self:
         """Draw the bar, and return the display."""
