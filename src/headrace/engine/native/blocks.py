@@ -32,16 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from headrace.base.types.columns import IntColumn
 from headrace.models.paged.base import BLOCK
-
-if TYPE_CHECKING:
-    from headrace.engine.native.states import Snapshots
 
 _BLOCK_ID_BYTES = BLOCK * 4
 """The number of bytes of a block's token ids as 32-bit integers."""
@@ -54,6 +51,17 @@ def count_blocks(num_tokens: int) -> int:
     (1, 2)
     """
     return -(-num_tokens // BLOCK)
+
+
+class KnownStates(Protocol):
+    """The digests of the prefixes for which the states of recurrent layers are kept, so that a sequence can begin at
+    their end (:class:`headrace.engine.native.states.Snapshots`)."""
+
+    def __contains__(self, digest: bytes) -> bool: ...
+
+    def clear(self) -> None:
+        """Forget all digests, because the weights have changed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -108,7 +116,7 @@ class BlockPool:
     True
     """
 
-    def __init__(self, num_blocks: int, version: int = 0, secret: int = 0, states: Snapshots | None = None) -> None:
+    def __init__(self, num_blocks: int, version: int = 0, secret: int = 0, states: KnownStates | None = None) -> None:
         """Make a pool in which every block is free. The arguments are described at the class."""
         self.num_blocks = num_blocks
         self._states = states

@@ -138,7 +138,7 @@ class InvariantPlan(PackedPlan):
         loaded = kernels()
         assert isinstance(loaded, Kernels)
         attention = CompiledAttention(loaded, self._geometry, _CPU)
-        shape = LayerShape.of(key_NKD, value_NKD)
+        shape = LayerShape.from_tensors(key_NKD, value_NKD)
         plain = super().attend
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:

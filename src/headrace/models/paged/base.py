@@ -45,7 +45,7 @@ class LayerShape:
     """The size of one head's value."""
 
     @classmethod
-    def of(cls, key_NKD: Tensor, value_NKD: Tensor) -> LayerShape:
+    def from_tensors(cls, key_NKD: Tensor, value_NKD: Tensor) -> LayerShape:
         """Return the sizes of a layer that computes the keys ``key_NKD`` and the values ``value_NKD``."""
         return cls(heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2])
 

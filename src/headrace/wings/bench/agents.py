@@ -23,7 +23,7 @@ from headrace.control.metrics.summary import Summary
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_least, at_most, columns_of, make_report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, get_columns, make_report
 
 PAIRS = 3
 STEPS = 40
@@ -75,7 +75,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 run = {"dir": str(run_dir), "steps": steps, "checkpoint_every": steps, "seed": pair}
                 runs[what] = train({**tree, "flow": flow, "run": run})
                 tails.append(_tail(run_dir, steps * GROUPS))
-                figures = columns_of(runs[what], *COLUMNS)
+                figures = get_columns(runs[what], *COLUMNS)
                 rows.append({"what": what, "pair": pair, **figures, "p90_by_median": tails[-1]})
             barrier, paced = runs["barrier"], runs["paced"]
             ratios.append(paced.trained_tok_s / barrier.trained_tok_s)

@@ -99,7 +99,7 @@ def shortest_s(act: Callable[[], object], times: int) -> float:
     return min(measure_s(act) for _ in range(times))
 
 
-def columns_of(record: object, *names: str) -> Row:
+def get_columns(record: object, *names: str) -> Row:
     """Return the attributes ``names`` of ``record`` as columns of a row."""
     return {name: getattr(record, name) for name in names}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from headrace.base.types.observation import StepRecord
 from headrace.run.observe.jsonl import METRICS_FILE, read_steps
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, columns_of, make_report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, get_columns, make_report
 from headrace.wings.bench.program import train_quietly
 from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
@@ -57,7 +57,7 @@ def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) 
     records = read_steps(run_dir / METRICS_FILE)
     return {
         "what": kind,
-        **columns_of(summary, "steps", "eval_before", "eval_after", "wall_s", "exposed_sync_frac"),
+        **get_columns(summary, "steps", "eval_before", "eval_after", "wall_s", "exposed_sync_frac"),
         "kl_teacher_first": records[0].metrics.get("kl_teacher"),
         "kl_teacher_last": records[-1].metrics.get("kl_teacher"),
         "teacher_versions": sorted({int(v) for r in records if (v := r.metrics.get("teacher_version")) is not None}),

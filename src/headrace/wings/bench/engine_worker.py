@@ -9,13 +9,10 @@ whole requests; this process measures times that need more precision.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,7 +34,7 @@ from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.wings.bench.base import shortest_s
-from headrace.wings.bench.engine_peers import answer_requests
+from headrace.wings.bench.engine_peers import Side, answer_requests
 
 MAX_CONTEXT = 1024
 """The largest number of tokens of a sequence."""
@@ -46,19 +43,6 @@ BATCH = 64
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
-
-
-class EngineSide(Protocol):
-    """The contract of an engine that this process can measure, one of :data:`SIDES`."""
-
-    def handle(self, request: Request) -> Answer:
-        """Sample completions of given lengths to given prompts, and return the answer to the request, a JSON object
-        whose ``tokens`` is the number of sampled tokens."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
 
 
 class NativeSide:
@@ -113,9 +97,6 @@ class NativeSide:
             "cache_bytes": stats.cache_bytes,
             "unit": self._unit,
         }
-
-    def close(self) -> None:
-        """Do nothing: fixed weights hold no resources."""
 
     def _receiver(self) -> WeightReceiver:
         """Return the receiver of the engine's weights; in this class, a receiver of the loaded weights, which never
@@ -237,9 +218,6 @@ class GenerateSide:
             tokens += sum(lengths)
         return {"tokens": tokens}
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
-
 
 class ContinuousBatchingSide:
     """Continuous batching of transformers, with one manager for all requests; all answers of a request must have the
@@ -267,11 +245,8 @@ class ContinuousBatchingSide:
         )
         return {"tokens": sum(len(one.generated_tokens) for one in out.values())}
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
 
-
-SIDES: dict[str, Callable[[str], EngineSide]] = {
+SIDES: dict[str, Callable[[str], Side]] = {
     "native": NativeSide, "bfloat16": NativeSideInBfloat16, "fed": NativeSideWithSync, "generate": GenerateSide,
     "continuous": ContinuousBatchingSide,
 }  # fmt: skip
@@ -297,14 +272,5 @@ def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -
     )  # fmt: skip
 
 
-def main(arguments: list[str]) -> None:
-    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
-    ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
-    with closing(SIDES[spec["side"]](spec["model"])) as side:
-        answer_requests(side.handle)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(lambda spec: SIDES[spec["side"]](spec["model"]))

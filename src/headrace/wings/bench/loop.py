@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.control.metrics.summary import Summary
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, columns_of, make_report, measure_s
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, get_columns, make_report, measure_s
 from headrace.wings.bench.program import train_quietly
 from headrace.wings.recipes.demo import Demo, build_demo
 
@@ -101,7 +101,7 @@ def _train_pairs(demo: Demo, directory: Path, on_progress: Callable[[str], None]
 def _row(kind: str, summary: Summary, **more: float) -> Row:
     """Return the row of the report for one run, from its summary; ``kind`` names the kind of run, and ``more`` are
     further columns."""
-    figures = columns_of(
+    figures = get_columns(
         summary, "steps", "eval_before", "eval_after", "wall_s", "trained_tok_s", "engine_idle_frac",
         "learner_idle_frac", "exposed_sync_frac", "max_token_age",
     )  # fmt: skip

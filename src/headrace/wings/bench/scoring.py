@@ -22,7 +22,7 @@ from typing import Any
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.rollout.scoring.sandbox import run_python
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_most, columns_of, make_report, measure_s
+from headrace.wings.bench.base import Report, Row, at_most, get_columns, make_report, measure_s
 
 PAIRS = 3
 STEPS = 100
@@ -63,7 +63,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 run = {"dir": str(directory / f"{pair}-{len(components)}"), "steps": steps, "checkpoint_every": steps}
                 summary = train({**tree, "env": {"rewards": components}, "run": run})
                 idle.append(summary.learner_idle_frac)
-                rows.append({"what": what, "pair": pair, **columns_of(summary, *COLUMNS)})
+                rows.append({"what": what, "pair": pair, **get_columns(summary, *COLUMNS)})
             more.append(idle[1] - idle[0])
     on_progress("the sandbox")
     sandbox_s = statistics.median(measure_s(_run_empty_program) for _ in range(SANDBOX_RUNS))

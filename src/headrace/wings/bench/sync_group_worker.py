@@ -9,8 +9,6 @@ of every tensor, as FSDP2 shards them; an engine has all rows. Requests and answ
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -228,15 +226,12 @@ def _halves(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
     return boxes
 
 
-def main(arguments: list[str]) -> None:
-    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
-    ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
+def open_side(spec: dict[str, Any]) -> HalfLearnerRank | GroupEngine:
+    """Create the side that ``spec`` names, a rank of the learner or an engine, with the plan in a file."""
     plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)
     role, _, number = spec["side"].partition("-")
-    answer_requests((HalfLearnerRank if role == "rank" else GroupEngine)(plan, int(number)).handle)
+    return (HalfLearnerRank if role == "rank" else GroupEngine)(plan, int(number))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(open_side)

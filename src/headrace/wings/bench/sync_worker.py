@@ -8,10 +8,7 @@ PLAN is a JSON file with a :class:`SyncPlan`. Requests and answers have the form
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +170,5 @@ def _pack(tensors: list[Tensor], flat: memoryview) -> None:
         start += num_bytes
 
 
-def main(arguments: list[str]) -> None:
-    """Create the learner of the plan that the first argument (JSON) names, and answer requests on the standard input
-    until the input ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
-    with closing(ChangingLearner(spec["model"])) as side:
-        answer_requests(side.handle)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(lambda spec: ChangingLearner(spec["model"]))
