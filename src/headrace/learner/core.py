@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -194,10 +194,7 @@ class LearnerCore:
         fails after an update, the weights have changed, and the run has to continue from its last snapshot."""
         start_s = self._context.clock.now()
         self._refuse(batch)
-        work, denominator, dropped = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, dropped = self._prepare_whole(batch)
         log_before_N = self._logprobs(work.batch, work.mask_N)
         work = add_log_old(work, log_before_N)
         parts = list(minibatches(work, self._objective))
@@ -265,10 +262,7 @@ class LearnerCore:
         self._refuse(batch)
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
-        work, denominator, dropped = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, dropped = self._prepare_whole(batch)
         if self._objective.selects_tokens:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
@@ -371,11 +365,9 @@ class LearnerCore:
                 "the run resumes from its last snapshot",
             )
         lr = learning_rate(self._config, self._step, self._context.total_steps) * self._damping
-        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._discard_gradients)
+        with self._discarding_on_failure():
             for part in (*([self._optimizer] if lr > 0 else ()), *self._auxiliary):
                 part.allocate()
-            undo.pop_all()
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step, HALF_UPDATED):
             for model in self._auxiliary if first else ():
                 model.before_update()
@@ -406,10 +398,7 @@ class LearnerCore:
         Raises :class:`~headrace.base.errors.RunError` for an invalid batch, or one without a loss token.
         """
         self._forward.refuse(batch)
-        work, denominator, _ = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, _ = self._prepare_whole(batch)
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         output = self._objective(work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N), work.weights_N)
         return {**means(output.metrics), "loss": float(output.loss)}
@@ -419,11 +408,9 @@ class LearnerCore:
         discarded."""
         for model in self._auxiliary:
             start_s = self._context.clock.now()
-            with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-                undo.callback(self._discard_gradients)
-                with self._context.progress.track(model.name, f"{model.name} of step {self._step}"):
-                    work = model.prepare(work)
-                undo.pop_all()
+            progress = self._context.progress.track(model.name, f"{model.name} of step {self._step}")
+            with self._discarding_on_failure(), progress:
+                work = model.prepare(work)
             self._end_span(model.name, start_s)
         return work
 
@@ -484,17 +471,32 @@ class LearnerCore:
         work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
+    def _prepare_whole(self, batch: Batch) -> tuple[StepWork, dict[str, int]]:
+        """Return the work of a whole batch, with the final weight of each token and the columns of the auxiliary
+        models, and the number of tokens that cannot carry loss, by reason. Raises
+        :class:`~headrace.base.errors.RunError` if no token can."""
+        work, denominator, dropped = self._prepare(batch)
+        if not work.mask_N.any():
+            raise nothing_to_learn(self._step, batch.num_loss_tokens)
+        return self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0))), dropped
+
+    @contextmanager
+    def _discarding_on_failure(self) -> Iterator[None]:
+        """Return a context for a computation of all ranks; if it fails, the gradient of the step is discarded."""
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._discard_gradients)
+            yield
+            undo.pop_all()
+
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Add the gradients of all micro-batches of ``work``, agent by agent, and add their metrics to ``tally``.
         On failure the whole gradient is discarded."""
-        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._discard_gradients)
+        with self._discarding_on_failure():
             tally.begin(work)
             for agent, mask_N in self._forward.split_by_agent(work.batch, work.mask_N):
                 with self._forward.switch.on(agent):
                     self._backward_agent(work.only(mask_N), tally)
                 tally.note(self._forward.mixture.finish())
-            undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Add the gradients of all micro-batches of one agent, and add their metrics to ``tally``. ``work``
