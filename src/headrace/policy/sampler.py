@@ -7,17 +7,17 @@ tokens of an answer.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ConfigError, DataError, nearest
+from headrace.base.tasks import run_together
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.messages.engine import PLAIN
 from headrace.base.types.sampling import Sampling
@@ -26,8 +26,6 @@ from headrace.engine import Engine, RequestOptions
 from headrace.policy.sample import Sample
 from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
 from headrace.rollout.runner import episode_seed
-
-T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer[Any]] | Tokens
 """A prompt: text, chat messages, token ids, or :class:`Tokens`, some of which may have been sampled."""
@@ -209,17 +207,3 @@ class PolicySampler:
 def _with_seed(sampling: Sampling, seed: int) -> Sampling:
     """Return a copy of the sampling parameters with the seed ``seed``."""
     return msgspec.structs.replace(sampling, seed=seed)
-
-
-async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines ``jobs`` concurrently and return their results in order. If a coroutine fails, the others are
-    cancelled and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(job) for job in jobs]
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-    return [task.result() for task in running]

@@ -24,6 +24,7 @@ import numpy as np
 from headrace.base.clock import RealClock, being_cancelled
 from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
+from headrace.base.tasks import first_error
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.environments.bridges import load_environment
 from headrace.rollout.environments.entry import Rollout, load_entry
@@ -90,8 +91,7 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
     """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError` that contains the line in the
     user's file, which is the part of ``entry`` before its last colon. An error which means that the file cannot be used
     has the reason :data:`UNUSABLE`."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     if isinstance(error, EpisodeError):
         return error
     if isinstance(error, HeadraceError):

@@ -25,6 +25,7 @@ from headrace.base.clock import Clock
 from headrace.base.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
 from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import Refusal, excerpt
+from headrace.base.tasks import run_together, task_group
 from headrace.base.types.chat import ChatOptions, Reply
 from headrace.base.types.episode import get_role
 from headrace.rollout.environments.agents import POLICY
@@ -263,13 +264,10 @@ class _AnswerWork:
     ) -> list[Reply]:
         """Run ``work`` and return its replies. Meanwhile, send the pieces that it adds to the buffer as events, and
         pings while there are no pieces."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(work)
-                task.add_done_callback(lambda _: pieces.arrived.set())
-                await self._send_until_done(task, events, pieces, writer)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            task = group.create_task(work)
+            task.add_done_callback(lambda _: pieces.arrived.set())
+            await self._send_until_done(task, events, pieces, writer)
         return task.result()
 
     async def _send_until_done(
@@ -344,17 +342,10 @@ async def _sample_replies(
 ) -> list[Reply]:
     """Sample as many answers to ``request`` as it asks for, concurrently, and return them. If they are streamed, their
     pieces are added to ``pieces``. The first failure cancels the other answers."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for choice in range(request.num_choices):
-                on_piece = None if pieces is None else partial(pieces.on_piece, choice)
-                tasks.append(
-                    group.create_task(session.episode.reply(request.messages, request.tools, options, on_piece))
-                )
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    receivers = [None if pieces is None else partial(pieces.on_piece, choice) for choice in range(request.num_choices)]
+    return await run_together(
+        [session.episode.reply(request.messages, request.tools, options, on_piece) for on_piece in receivers]
+    )
 
 
 async def _convert_errors(work: Callable[[], Awaitable[None]]) -> None:

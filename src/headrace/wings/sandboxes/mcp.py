@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from headrace.base.errors import EpisodeError, visible
+from headrace.base.tasks import first_error
 from headrace.rollout.scoring.sandbox import Reason
 from headrace.wings.bridges.mcp import LineChannel, Tools, connected
 from headrace.wings.sandboxes.base import Execution, SandboxSession
@@ -149,8 +150,7 @@ async def serve_tools(
 
 def _words(error: BaseException) -> str:
     """Return the message of an error; of a group of errors, the message of the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     return visible(f"{type(error).__name__}: {error}"[:QUOTED])
 
 

@@ -20,6 +20,7 @@ from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.auth import refuse_unprotected_host
 from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, make_url
+from headrace.base.tasks import task_group
 from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
@@ -139,14 +140,11 @@ class _ServeServer:
         """Answer requests on the socket ``listening``, with status 503 while ``load`` loads the model, until the server
         is stopped. Raises the error of ``load``, and the engine's error if it dies."""
         url = make_url(listening, secure=bool(self._limits.tls_certificate))
-        try:
-            async with asyncio.TaskGroup() as group:
-                serving = group.create_task(self._http.serve(sockets=[listening]))
-                self._events.listening(url)
-                living = group.create_task(self._live(url, load))
-                serving.add_done_callback(lambda _: living.cancel())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            serving = group.create_task(self._http.serve(sockets=[listening]))
+            self._events.listening(url)
+            living = group.create_task(self._live(url, load))
+            serving.add_done_callback(lambda _: living.cancel())
 
     async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
         """Load the model in a thread, and run its engine until the HTTP server has ended, which cancels this coroutine,

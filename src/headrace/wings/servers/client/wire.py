@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from headrace.base.config.addresses import is_loopback
 from headrace.base.errors import ComponentDied
+from headrace.base.tasks import first_error
 
 if TYPE_CHECKING:
     import httpx
@@ -118,9 +119,7 @@ class Wire:
     def make_closed_error(self) -> ComponentDied:
         """Return an error with the reason why the event loop has ended, for callers that still try to use it."""
         self._thread.join(END_S)  # the failure is set when the last task has ended
-        failure = self.failure
-        while isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
+        failure = None if self.failure is None else first_error(self.failure)
         if isinstance(failure, ComponentDied):
             return type(failure)(failure.problem, remedy=failure.remedy)
         words = "has ended" if failure is None else f"broke: {type(failure).__name__}: {failure}"
