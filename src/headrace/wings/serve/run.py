@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp
-
 from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
@@ -100,20 +98,6 @@ def serve(
         asyncio.run(_ServeServer(limits, token, clock, events).run(listening, load))
 
 
-class _DrainingServer(HttpServer):
-    """An HTTP server that calls ``ending`` when it begins to shut down, before it waits for the open requests."""
-
-    def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
-        """Create the server of ``app`` with these ``limits``; ``ending`` is called once, when the shutdown begins."""
-        super().__init__(app, limits, own_logging=True, takes_signals=True)
-        self._ending = ending
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Report that the server begins to end, and shut it down with its ``sockets``; uvicorn calls this."""
-        self._ending()
-        await super().shutdown(sockets)
-
-
 class _ServeServer:
     """The HTTP server and the engine of one ``headrace serve``. It starts and ends both in the right order."""
 
@@ -133,7 +117,9 @@ class _ServeServer:
             tls_certificate=limits.tls_certificate,
             tls_key=limits.tls_key,
         )
-        self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
+        self._http = HttpServer(
+            make_app(self._state, token), shell, own_logging=True, takes_signals=True, ending=self._drain
+        )
         """The HTTP server."""
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
