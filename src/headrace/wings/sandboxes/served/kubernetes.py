@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError
+from headrace.base.tasks import task_group
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
@@ -329,26 +330,13 @@ class KubernetesDriver(SandboxDriver):
     async def _create(self, job: dict[str, Any]) -> None:
         """Create a job. A cancelled call first waits for the cluster's answer: otherwise the job might be created after
         its deletion, and stay until its deadline."""
-        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
-
-        refusals = []
-
-        async def make() -> None:
-            """Create the job, and store a refusal instead of raising it, so that the task group does not wrap it."""
-            try:
-                await self._cluster.create_job(job)
-            except ClusterRefusal as error:
-                refusals.append(error)
-
-        async with asyncio.TaskGroup() as group:
-            making = group.create_task(make())
+        async with task_group() as group:
+            making = group.create_task(self._cluster.create_job(job))
             try:
                 await asyncio.shield(making)
             except asyncio.CancelledError:
                 await asyncio.wait([making])
                 raise
-        for error in refusals:
-            raise error
 
     async def _abandon(self, session: KubernetesSession, channel: PodChannel) -> None:
         """Delete the job of a session that did not start."""
@@ -477,12 +465,8 @@ class PodChannel(ServerChannel):
         return await self.streams.exactly(size)
 
     async def close(self) -> None:
-        """Delete the job, which ends the server, and wait until its pod has gone."""
-        await self.kill()
-
-    async def kill(self) -> None:
-        """Delete the job, and wait until its pod has gone. Errors are ignored: a cluster that cannot be reached deletes
-        the job at its deadline."""
+        """Delete the job, which ends the server, and wait until its pod has gone. Errors are ignored: a cluster that
+        cannot be reached deletes the job at its deadline."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         with suppress(ClusterRefusal, TimeoutError):
