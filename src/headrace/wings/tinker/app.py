@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -223,25 +224,24 @@ class _Routes:
             "client/dynamic_config": self._make_fixed_endpoint(
                 {"sample_cancel_enabled": True}, schema.ClientConfigBody
             ),
-            "create_session": self._make_post_endpoint(lambda service, body: service.create_session(body)),
-            "session_heartbeat": self._make_post_endpoint(lambda service, body: service.heartbeat(body)),
-            "create_model": self._make_post_endpoint(lambda service, body: service.create_model(body)),
-            "get_info": self._make_post_endpoint(lambda service, body: service.get_info(body)),
+            "create_session": self._make_post_endpoint(TinkerService.create_session),
+            "session_heartbeat": self._make_post_endpoint(TinkerService.heartbeat),
+            "create_model": self._make_post_endpoint(TinkerService.create_model),
+            "get_info": self._make_post_endpoint(TinkerService.get_info),
             "forward_backward": self._make_ordered_endpoint(
-                lambda service, body: service.train(body), wire.read_model_and_seq, self._max_body_bytes
+                TinkerService.train, wire.read_model_and_seq, self._max_body_bytes
             ),
-            "load_weights": self._make_ordered_endpoint(
-                lambda service, body: service.load_weights(body), schema.read_model_and_seq
-            ),
-            "create_sampling_session": self._make_post_endpoint(
-                lambda service, body: service.create_sampling_session(body)
-            ),
-            "asample": self._sample,
+            "load_weights": self._make_ordered_endpoint(TinkerService.load_weights, schema.read_model_and_seq),
+            "create_sampling_session": self._make_post_endpoint(TinkerService.create_sampling_session),
+            "asample": self._make_post_endpoint(TinkerService.sample),
             "retrieve_future": self._retrieve,
-            "cancel_future": self._make_post_endpoint(lambda service, body: service.cancel(body)),
+            "cancel_future": self._make_post_endpoint(TinkerService.cancel),
             "telemetry": self._telemetry,
             "weights_info": self._make_post_endpoint(lambda service, body: service.catalog.weights_info(body)),
-            **{kind: self._make_model_endpoint(kind) for kind in model_kinds},
+            **{
+                kind: self._make_ordered_endpoint(partial(TinkerService.accept, kind=kind), schema.read_model_and_seq)
+                for kind in model_kinds
+            },
         }
 
     def _make_gets(self) -> dict[str, Endpoint]:
@@ -324,12 +324,6 @@ class _Routes:
 
         return endpoint
 
-    def _make_model_endpoint(self, kind: str) -> Endpoint:
-        """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
-        return self._make_ordered_endpoint(
-            lambda service, body: service.make_model_endpoint(kind)(body), schema.read_model_and_seq
-        )
-
     def _make_ordered_endpoint(
         self,
         answer: Callable[[TinkerService, bytes], dict[str, Any]],
@@ -353,11 +347,6 @@ class _Routes:
             return JSONResponse(answer(service, body))
 
         return endpoint
-
-    async def _sample(self, request: Request) -> Response:
-        """Start a sampling task, and answer with the request id under which the client polls for the result."""
-        service, body = await self._holder.ready(), await self._body(request)
-        return JSONResponse(service.sample(body))
 
     async def _retrieve(self, request: Request) -> Response:
         """Answer with the result of an earlier request, or with status 408 if there is none yet, after which the client

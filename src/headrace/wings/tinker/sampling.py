@@ -251,15 +251,7 @@ async def _sample_one(
         async for chunk in chunks:
             parts = [chunk.tokens] if chunk.lost else [*parts, chunk.tokens]
             reason = chunk.stop_reason or reason
-    return _join(parts), reason
-
-
-def _join(parts: Sequence[Tokens]) -> Tokens:
-    """Concatenate consecutive parts of one answer."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
+    return Tokens.concat(parts), reason
 
 
 async def _encode_sample(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
