@@ -75,13 +75,8 @@ class AnswerStreams:
     def __init__(self, wire: Wire, server: Server, chunk_queue: ChunkQueue, config: StreamConfig, clock: Clock) -> None:
         """Create the object for ``server``, which is reached through ``wire``, and start to watch the server. Chunks
         and commit reports are put into ``chunk_queue``."""
-        self._wire, self._server, self._chunk_queue, self._config, self._clock = (
-            wire,
-            server,
-            chunk_queue,
-            config,
-            clock,
-        )
+        self._wire, self._server, self._chunk_queue = wire, server, chunk_queue
+        self._config, self._clock = config, clock
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
         """Heap of the answers that wait for a free stream, each with its sort key."""

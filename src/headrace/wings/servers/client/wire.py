@@ -10,15 +10,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from headrace.base.config.addresses import is_loopback
 from headrace.base.errors import ComponentDied
 from headrace.base.tasks import first_error
-
-if TYPE_CHECKING:
-    import httpx
 
 A = TypeVar("A")
 CONNECT_S = 20.0
@@ -80,11 +77,6 @@ class Wire:
         """End the event loop with all its tasks and connections, and wait for the thread."""
         self.post(self._main.cancel)
         self._thread.join()
-
-    @property
-    def client(self) -> httpx.AsyncClient:
-        """Return the HTTP client, which must be used within the event loop."""
-        return self._client
 
     def call(self, coroutine: Coroutine[Any, Any, A], timeout_s: float) -> A:
         """Run ``coroutine`` in the event loop from another thread, and return its result or raise its error. Raises
@@ -157,7 +149,7 @@ class Wire:
                 else None,
                 limits=httpx.Limits(max_connections=None),
                 trust_env=not local,
-            ) as self._client,
+            ) as self.client,  # to be used within the event loop
             asyncio.TaskGroup() as self._group,
         ):
             self._ready.set()
