@@ -39,7 +39,6 @@ from headrace.launch.environments import (
     JoinServer,
     make_environment_pool,
     make_environment_start,
-    make_episode_limits,
 )
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories, shard_workers
@@ -302,7 +301,7 @@ def _make_serving_parts(
         "max_context": order.max_context,
         "decode": order.decode,
         "chat": order.chat,
-        "limits": make_episode_limits(order),
+        "limits": order.episode_limits,
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
         "segments": make_segmenter(order.algo),
