@@ -20,7 +20,7 @@ from headrace.models.settings import find_context_limit, read_config
 from headrace.models.weights import weight_tensors
 from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
-from headrace.wings.servers.client.core import ServedEngine, ServedLimits
+from headrace.wings.servers.client.core import ServedEngine
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
@@ -28,6 +28,7 @@ from headrace.wings.servers.client.kind import ServerKind, get_server_settings
 from headrace.wings.servers.client.launching import ServeRequirements, installed_version, model_alone, refuse_untested
 from headrace.wings.servers.client.ownership import own_server
 from headrace.wings.servers.client.server import Server, ServerParts
+from headrace.wings.servers.client.streams import ServedLimits
 from headrace.wings.servers.client.wire import Address, Wire
 
 
