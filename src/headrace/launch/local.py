@@ -34,12 +34,7 @@ from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import Engines
-from headrace.launch.environments import (
-    JOINING,
-    JoinServer,
-    make_environment_pool,
-    make_environment_start,
-)
+from headrace.launch.environments import JOINING, JoinServer, make_environment_pool, make_environment_start
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories, shard_workers
 from headrace.launch.resizing import FleetResizer

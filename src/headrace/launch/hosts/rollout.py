@@ -64,10 +64,7 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
 
 
 async def _run_shard(
-    start: RolloutStart,
-    channel: PartChannel,
-    workers: ShardWorkers | None,
-    on_ready: Callable[[], None] = lambda: None,
+    start: RolloutStart, channel: PartChannel, workers: ShardWorkers | None, on_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Run the episodes of a shard, in the environment of ``workers`` if there is one. ``on_ready`` is called when the
     shard has reported that it is ready."""

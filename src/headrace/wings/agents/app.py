@@ -254,11 +254,7 @@ class _AnswerWork:
         await writer.end()
 
     async def _stream_while(
-        self,
-        work: Coroutine[Any, Any, list[Reply]],
-        events: EventStream,
-        pieces: _PieceBuffer,
-        writer: _ResponseWriter,
+        self, work: Coroutine[Any, Any, list[Reply]], events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter
     ) -> list[Reply]:
         """Run ``work`` and return its replies. Meanwhile, send the pieces that it adds to the buffer as events, and
         pings while there are no pieces."""

@@ -141,10 +141,7 @@ class _ChatBody(StrictBody):
         return EndpointRequest(
             messages=named_answers(message.message() for message in self.messages),
             tools=tools,
-            options=ChatOptions(
-                max_new_tokens=self.max_completion_tokens or self.max_tokens,
-                stop=self.stop,
-            ),
+            options=ChatOptions(max_new_tokens=self.max_completion_tokens or self.max_tokens, stop=self.stop),
             num_choices=self.n,
             stream=self.stream,
             ignored=set_fields(
@@ -287,8 +284,5 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
 
 
 CHAT = ChatProtocol(
-    parse=_parse,
-    refusal=Refusal.body,
-    broken=lambda refusal: SseEvent("", refusal.body()),
-    ping=b": sampling\n\n",
+    parse=_parse, refusal=Refusal.body, broken=lambda refusal: SseEvent("", refusal.body()), ping=b": sampling\n\n"
 )

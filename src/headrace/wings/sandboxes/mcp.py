@@ -110,8 +110,7 @@ class SessionServer(LineChannel):
         server has ended."""
         if done.reason is Reason.WALL_TIME:
             raise self.make_error(
-                f"has not answered in {self._answer_s:g} s",
-                "set env.options.mcp_s to more, or correct the server",
+                f"has not answered in {self._answer_s:g} s", "set env.options.mcp_s to more, or correct the server"
             )
         if done.reason is not Reason.EXITED or done.status != 0 or (waits and not done.stdout):
             last = await self._session.run_apart(f"tail -c {QUOTED} {FOLDER}/{self._name}.err")

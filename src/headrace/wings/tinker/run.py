@@ -121,11 +121,7 @@ class TinkerServer:
                 served = await loaded.start_engines(stack)
                 async with asyncio.TaskGroup() as group:
                     parts = ServiceParts(
-                        config=self._config,
-                        journal=loaded.journal,
-                        turns=turns,
-                        tenants=tenants,
-                        bases=by_name(served),
+                        config=self._config, journal=loaded.journal, turns=turns, tenants=tenants, bases=by_name(served)
                     )
                     service = TinkerService(parts, group, self._clock)
                     tenants.resume()

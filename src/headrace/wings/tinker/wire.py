@@ -338,11 +338,7 @@ def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T
 
 
 def write_samples(
-    sequences: Sequence[bytes],
-    *,
-    prompt_logprobs_T: Array | None,
-    top: bytes | None,
-    targets: bytes | None,
+    sequences: Sequence[bytes], *, prompt_logprobs_T: Array | None, top: bytes | None, targets: bytes | None
 ) -> bytes:
     """Return an encoded SampleResponse: the encoded sampled ``sequences`` and, where they are not ``None``, the
     logprobs of the prompt's tokens, an encoded TopkLogprobs of their places, and an encoded Tensor with the logprobs of

@@ -141,8 +141,7 @@ class JoinListener:
                 machine = self._make_starter(request)
                 ends = machine.channel.addresses
                 await self._answer(
-                    sender,
-                    Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token),
+                    sender, Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token)
                 )
                 # the environment may have another path on that machine
                 theirs = msgspec.structs.replace(start, entry=request.entry or start.entry)

@@ -22,9 +22,7 @@ from pydantic import Field
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes.base import (
-    SandboxSpec,
-)
+from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
 from headrace.wings.sandboxes.served.session import LINE_BYTES, ServerChannel, server_arguments

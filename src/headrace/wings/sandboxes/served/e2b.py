@@ -42,9 +42,7 @@ PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""
 PIECES = 64
 """The capacity of the queue of output pieces; when it is full, reading of the output waits."""
-_MISSING = {
-    "disk": "E2B cannot bound the files of a session: they may fill the disk of the template",
-}
+_MISSING = {"disk": "E2B cannot bound the files of a session: they may fill the disk of the template"}
 """The guards that the service lacks."""
 _ONLY_WHOLE = (400, 409)
 """The HTTP statuses with which the service refuses a snapshot of files without memory, for this team or this

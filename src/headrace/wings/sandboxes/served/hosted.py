@@ -23,9 +23,7 @@ from typing import Any, TypeVar
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError
-from headrace.wings.sandboxes.base import (
-    SandboxSpec,
-)
+from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptFiles, KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL
 from headrace.wings.sandboxes.served.session import LINE_BYTES, BufferedChannel, server_program

@@ -68,11 +68,7 @@ def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
 
 @contextmanager
 def open_served_engine(
-    config: EngineConfig,
-    required: ServeRequirements,
-    handover: Handover,
-    receiver: Receiver | None,
-    clock: Clock,
+    config: EngineConfig, required: ServeRequirements, handover: Handover, receiver: Receiver | None, clock: Clock
 ) -> Iterator[ServedEngine]:
     """Start the server of ``config`` or connect to a running one, check it, and yield an engine that samples through
     it. The engine has no version at first. Its weights are passed to the server through ``handover``; if they are
