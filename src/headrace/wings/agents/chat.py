@@ -19,6 +19,7 @@ from headrace.wings.agents.reading import (  # fmt: skip
     BodyPart,
     ChatTool,
     ChatToolCall,
+    encode_call,
     make_text_validator,
     named_answers,
     read_choice,
@@ -240,10 +241,7 @@ def _message(message: Message) -> Json:
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [encode_call(call) for call in message.tool_calls]
     return fields
 
 
