@@ -33,7 +33,6 @@ from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, excerpt
 from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.catalog import Catalog
-from headrace.wings.tinker.jobs import ResultResponse
 from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
 
@@ -351,7 +350,8 @@ class _Routes:
     async def _retrieve(self, request: Request) -> Response:
         """Answer with the result of an earlier request, or with status 408 if there is none yet, after which the client
         polls again."""
-        return _make_response(await (await self._holder.ready()).retrieve(await self._body(request)))
+        result = await (await self._holder.ready()).retrieve(await self._body(request))
+        return Response(result.body, media_type=result.media, status_code=result.status)
 
     async def _telemetry(self, request: Request) -> Response:
         """Accept the client's telemetry and ignore it."""
@@ -413,11 +413,6 @@ class _Routes:
 def _get_checkpoint_name(request: Request) -> str:
     """Return the name ``KIND/NAME`` of the checkpoint in the path of a request."""
     return f"{request.path_params['kind']}/{request.path_params['name']}"
-
-
-def _make_response(result: ResultResponse) -> Response:
-    """Return a result of the service as an HTTP response."""
-    return Response(result.body, media_type=result.media, status_code=result.status)
 
 
 def _respond_refused(_: Request, error: Exception) -> Response:
