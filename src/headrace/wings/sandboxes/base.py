@@ -14,7 +14,6 @@ files, directory and variables. Background processes are not part of a snapshot.
 from __future__ import annotations
 
 import asyncio
-import enum
 import io
 import math
 import os
@@ -149,19 +148,6 @@ class SandboxSpec:
     session can reach no other address. Forwards need ``loopback``."""
 
 
-class SessionState(enum.StrEnum):
-    """The state of a session.
-
-    RUNNING ──▶ ENDED
-    """
-
-    RUNNING = "running"
-    """The session accepts commands."""
-    ENDED = "ended"
-    """The session was stopped, its lifetime is over, or its sandbox is lost. Its files and processes do not exist any
-    more."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """The result of one program in a session, as :meth:`SandboxSession.execute` returns it."""
@@ -222,11 +208,6 @@ class SandboxSession(ABC):
     def first_variables(self) -> dict[str, str]:
         """Return the variables with which the first command of the session begins."""
         return {**self.base_variables, **self.spec.variables}
-
-    @property
-    def state(self) -> SessionState:
-        """Whether the session accepts commands."""
-        return SessionState.ENDED if self.ended else SessionState.RUNNING
 
     @abstractmethod
     async def execute(
