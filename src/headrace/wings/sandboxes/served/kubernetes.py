@@ -165,7 +165,7 @@ class KubernetesDriver(SandboxDriver):
         """Create a driver with ``settings``, which creates jobs in ``cluster``."""
         self.settings = settings
         self.owner = make_owner_name()
-        self.missing = {
+        self.missing: dict[str, str] = {
             "disk": "the cluster cannot bound a session's files while it runs: it ends a pod that exceeds disk_bytes"
         }
         self._sessions: set[KubernetesSession] = set()
