@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 
 from headrace.base.clock import RealClock, being_cancelled
+from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
 from headrace.base.tasks import first_error
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.launch.hosts.environment import describe_error
 from headrace.rollout.environments.bridges import load_environment
 from headrace.rollout.environments.entry import Rollout, load_entry
 from headrace.rollout.environments.interface import Env
@@ -96,7 +96,7 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
         return error
     if isinstance(error, HeadraceError):
         return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
-    return EpisodeError(describe_error(error, entry.rpartition(":")[0]), remedy="")  # the problem names the line
+    return EpisodeError(where(error, entry.rpartition(":")[0]), remedy="")  # the problem names the line
 
 
 @functools.cache
