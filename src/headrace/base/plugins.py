@@ -153,7 +153,7 @@ class Registry(Generic[T]):
         return dict(offers)
 
 
-def instances_of(kind: type) -> Callable[[Any], str | None]:
+def make_class_check(kind: type) -> Callable[[Any], str | None]:
     """Return the check of a registry whose objects are instances of the class ``kind``."""
     return lambda made: (
         None if isinstance(made, kind) else f"is a {type(made).__name__}, not a {kind.__module__}.{kind.__qualname__}"

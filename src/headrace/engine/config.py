@@ -15,7 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from headrace.base.config import Section, validate
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry, instances_of
+from headrace.base.plugins import Registry, make_class_check
 from headrace.engine import structure
 from headrace.engine.capabilities import Capabilities
 from headrace.models.devices import AUTO, CPU, DeviceName, Devices
@@ -137,7 +137,7 @@ ENGINES = Registry[EngineKind](
     group="headrace.engines",
     setting="engine.kind",
     rows={"native": "headrace.engine.embedded:NATIVE"},
-    check=instances_of(EngineKind),
+    check=make_class_check(EngineKind),
 )
 """The registry behind ``engine.kind``. The wing ``servers`` registers vLLM and SGLang."""
 

@@ -15,7 +15,7 @@ from headrace.base.config import Section
 from headrace.base.config.addresses import host_and_port, refuse_secret
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry, instances_of
+from headrace.base.plugins import Registry, make_class_check
 
 if TYPE_CHECKING:
     from headrace.engine.fleet import FleetConfig
@@ -137,7 +137,7 @@ LAUNCHERS = Registry[Launcher](
     group="headrace.launchers",
     setting="launch.kind",
     rows={"local": "headrace.launch.starters:LOCAL"},
-    check=instances_of(Launcher),
+    check=make_class_check(Launcher),
 )
 """The launchers that ``launch.kind`` can select, by name."""
 

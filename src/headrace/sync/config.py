@@ -15,7 +15,7 @@ from headrace.base.config import Section, validate
 from headrace.base.config.addresses import LOOPBACK
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry, instances_of
+from headrace.base.plugins import Registry, make_class_check
 from headrace.base.types.weights import Interrupt
 from headrace.sync.base import Inbox, LearnerRank, Outbox
 
@@ -129,7 +129,7 @@ TRANSPORTS = Registry[Transport](
         "group": "headrace.sync.group:GROUP",
     },
     former={"collective": "group"},
-    check=instances_of(Transport),
+    check=make_class_check(Transport),
 )
 """The registry behind ``sync.transport``. A module is imported when a run names its transport."""
 
