@@ -7,17 +7,17 @@ tokens of an answer.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ConfigError, DataError, nearest
+from headrace.base.tasks import run_together
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.messages.engine import PLAIN
 from headrace.base.types.sampling import Sampling
@@ -27,8 +27,6 @@ from headrace.policy.sample import Sample
 from headrace.rollout.environments.prompts import make_tasks
 from headrace.rollout.rendering import Tokenizer
 from headrace.rollout.runner import episode_seed
-
-T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer[Any]] | Tokens
 """A prompt: text, chat messages, token ids, or :class:`Tokens`, some of which may have been sampled."""
@@ -205,17 +203,3 @@ class PolicySampler:
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
         return Sample(prompt=prompt, tokens=Tokens.observed(ids), text=answer, group=self.num_prompts - 1)
-
-
-async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines ``jobs`` concurrently and return their results in order. If a coroutine fails, the others are
-    cancelled and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(job) for job in jobs]
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-    return [task.result() for task in running]
