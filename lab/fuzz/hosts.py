@@ -21,8 +21,9 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.models.tiny import char_tokenizer
-from headrace.rollout import Chat, Conversations, EnginePolicy
+from headrace.rollout import Chat, Conversations, EnginePolicy, EpisodeRunner
 from headrace.rollout import EpisodeLimits as Budgets
+from headrace.rollout.environments import SingleTurn
 from headrace.sync.http import HttpInbox
 from headrace.wings.agents import Endpoint, SessionLimits
 
@@ -70,9 +71,10 @@ async def serve_sessions() -> None:
     ):
         keys = []
         for number in range(SESSIONS):
-            policy = EnginePolicy(
-                engine=engine, sampling=sampling, run_seed=0, key=EpisodeKey(0, number), on_tokens=lambda _: None
+            runner = EpisodeRunner(
+                engine=engine, env=SingleTurn(), sampling=sampling, run_seed=0, on_tokens=lambda _: None
             )
+            policy = EnginePolicy(runner=runner, key=EpisodeKey(0, number))
             chat = Chat.create(tokenizer, (end,))
             episode = Conversations(policy, Budgets(), chat=chat, seed=0, note=lambda _: None)
             access = await open_sessions.enter_async_context(endpoint.session(episode))

@@ -18,7 +18,7 @@ from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.base.types.trace import Span
 from headrace.control import Components, Controller, ControlSettings, RunSection, Summary
-from headrace.control.observer import Observers
+from headrace.control.observer import Observer, Observers
 from headrace.control.recovery import find_starting_point
 from headrace.control.saving import CHECKPOINTS
 from headrace.engine import SiblingRequest
@@ -30,7 +30,7 @@ from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
 
 
-class Seen:
+class Seen(Observer):
     """An observer that remembers."""
 
     controller: Controller

@@ -20,7 +20,8 @@ from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN
 from headrace.control.credit import credit
 from headrace.control.groups import have_signal
-from headrace.flow.filters import KEEP, FilterContext, ZeroVariance
+from headrace.flow.filters.base import KEEP, FilterContext
+from headrace.flow.filters.rewards import ZeroVariance
 from headrace.flow.layout import collate
 from headrace.rollout.agents import FROZEN_AGENT
 

@@ -133,7 +133,7 @@ class Driver:
         """What the learner says of a step."""
         nothing = np.zeros(0, np.float32)
         return StepReport(
-            step=taken.step, metrics={}, trained_tokens=1, dropped_tokens={}, log_pi_N=nothing, seconds=0.0
+            step=taken.step, metrics={}, trained_tokens=1, dropped_tokens={}, log_pi_N=nothing, seconds=0.0, ages={0: 1}
         )
 
     def _close(self, number: int) -> None:
@@ -202,7 +202,7 @@ class Driver:
             return False
         taken = self.taken.pop(0)
         groups, report = taken.groups, self.report(taken)
-        self.flow.record_step_trained(groups, report, {0: report.trained_tokens})
+        self.flow.record_step_trained(groups, report)
         self.lineage[self.num_trained] = tuple(group.number for group in groups)
         self.num_trained += 1
         self.overlaps += bool(self.running)

@@ -17,7 +17,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.flow import FlowConfig
-from headrace.flow.filters import FilterContext, FilterSection, Verdict, apply_filters, get_rewards, undo_filters
+from headrace.flow.filters.base import FilterContext, FilterSection, Verdict, apply_filters, get_rewards, undo_filters
 from headrace.flow.filters.length import LengthFilter
 from headrace.flow.filters.oversampling import Redundancy, ResampleCorrect
 from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance

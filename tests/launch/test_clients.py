@@ -72,7 +72,7 @@ def test_a_snapshot_may_wait_for_a_step_that_takes_hours_but_its_announcement_ma
             client._route(SnapshotTaken(call=0, seconds=0.1))
             publication = await taking
         assert client.awaits_answer, "it is hashing and sending the version"
-        client._route(Working(num_units=9, what="", since_s=0.5, usual_s=0.1))
+        client._route(Working(num_units=9, what="", usual_s=0.1))
         with pytest.raises(DeadlineError) as late:
             await client.wait_until_published(publication)
         assert late.value.problem == (

@@ -47,7 +47,7 @@ class Rank:
         self.role, self.pid = role, 7
         self.peer = RankClient(role, Quiet(), token="t", on_spans=lambda _: None)
         self.words, self.computed = "", 0.0
-        self._usual_s, self._num_units, self._begun_s = usual_s, 0, VirtualClock().now()
+        self._usual_s, self._num_units = usual_s, 0
 
     async def halt_reason(self) -> str:
         return self.words
@@ -57,14 +57,10 @@ class Rank:
 
     def ends_a_unit(self) -> None:
         self._num_units += 1
-        self._begun_s = VirtualClock().now()
 
     def beats(self, what: str = "micro-batch 3 of 8 of step 2") -> None:
-        now_s = VirtualClock().now()
-        self.peer.working = Working(
-            num_units=self._num_units, what=what, since_s=now_s - self._begun_s, usual_s=self._usual_s
-        )
-        self.peer.heard_s = now_s
+        self.peer.working = Working(num_units=self._num_units, what=what, usual_s=self._usual_s)
+        self.peer.heard_s = VirtualClock().now()
 
 
 class Watched:

@@ -72,9 +72,8 @@ def test_a_sample_over_the_budget_is_refused_with_its_length_and_the_lever():
     assert "tokens_per_microbatch >= 65" in caught.value.remedy
 
 
-def test_positions_and_local_samples_count_from_zero():
+def test_local_samples_count_from_zero():
     (micro,) = microbatches(np.array([2, 5, 3], np.int32), np.array([0, 2]), BUDGET)
-    assert micro.positions_M().tolist() == [0, 1, 0, 1, 2]
     assert micro.local_samples_M().tolist() == [0, 0, 1, 1, 1]
     assert micro.places_M.tolist() == [0, 1, 7, 8, 9]
 
@@ -130,7 +129,7 @@ def test_long_answers_are_balanced_by_what_attention_costs():
 
 def test_a_microbatch_of_nothing_has_the_columns_of_nothing():
     micro = MicroBatch.from_units([], np.array([3, 4]))
-    assert [len(micro.samples_K), len(micro.places_M), len(micro.places_R), len(micro.positions_M())] == [0, 0, 0, 0]
+    assert [len(micro.samples_K), len(micro.places_M), len(micro.places_R)] == [0, 0, 0]
 
 
 @given(lengths_lists)

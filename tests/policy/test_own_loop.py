@@ -9,7 +9,8 @@ from pathlib import Path
 from headrace.base.config.user_code import load_file
 from headrace.base.types.observation import StepRecord
 from headrace.policy import Policy
-from headrace.run.observe import METRICS_FILE, JsonlWriter, read_steps, write_report
+from headrace.run.observe import METRICS_FILE, JsonlWriter, write_report
+from headrace.run.observe.jsonl import read_steps
 from headrace.wings.recipes.demo.task import VOCAB, row
 from tests.policy.builders import tiny
 

@@ -26,7 +26,7 @@ from headrace.engine import PLAIN, RequestOptions
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
 from headrace.rollout.conversations import TurnRequest
-from headrace.rollout.environments import AttemptOutcome, OpenEpisode
+from headrace.rollout.environments import AttemptOutcome, OpenEpisode, SingleTurn
 from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import EnginePolicy
 from tests.rollout.models import conversations
@@ -275,10 +275,11 @@ def test_an_agent_with_an_adapter_is_asked_of_the_policys_engine_by_name_and_tra
 def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -> None:
     def asking(agent: str, partial_turns: dict[int, TokenChunk]) -> tuple[Watched, EnginePolicy]:
         engine = Watched(chunk(1, version=4), chunk(2, version=4, stop_reason=StopReason.STOP))
-        policy = EnginePolicy(
-            engine=engine, sampling=Sampling(max_new_tokens=8), run_seed=3, key=EpisodeKey(2, 1),
-            on_tokens=lambda _: None, partial_turns=partial_turns, agents=Agents(adapters=("proposer", "solver")),
+        runner = EpisodeRunner(
+            engine=engine, env=SingleTurn(), sampling=Sampling(max_new_tokens=8), run_seed=3,
+            on_tokens=lambda _: None, agents=Agents(adapters=("proposer", "solver")),
         )  # fmt: skip
+        policy = EnginePolicy(runner=runner, key=EpisodeKey(2, 1), partial_turns=partial_turns)
         prompt = np.array([5], np.int32)
         wanted = TurnRequest(
             prompt_ids_T=prompt, digest=prompt_digest(prompt), parent=0, author=agent, sampling=policy.sampling

@@ -65,7 +65,7 @@ def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def _is_group(function: ast.expr) -> bool:
-    return dotted_name(function).rpartition(".")[2] == "TaskGroup"
+    return dotted_name(function).rpartition(".")[2] in ("TaskGroup", "task_group")
 
 
 def _mentions_group(annotation: ast.expr) -> bool:

@@ -20,16 +20,8 @@ BUNDLES: dict[str, Tree] = {
     "grpo": {"advantage": _STD, "loss": {"kind": "grpo"}},
     "dapo": {"advantage": _STD, "loss": {"kind": "dapo"}},
     "dr_grpo": {"advantage": _MEAN, "loss": {"kind": "dr_grpo"}, "reduction": {"kind": "constant", "normalizer": 1.0}},
-    "gspo": {
-        "advantage": _STD,
-        "loss": {"kind": "gspo"},
-        "correction": _GEOMETRIC,
-    },
-    "luspo": {
-        "advantage": _STD,
-        "loss": {"kind": "luspo"},
-        "correction": _GEOMETRIC,
-    },
+    "gspo": {"advantage": _STD, "loss": {"kind": "gspo"}, "correction": _GEOMETRIC},
+    "luspo": {"advantage": _STD, "loss": {"kind": "luspo"}, "correction": _GEOMETRIC},
     "gmpo": {"advantage": _STD, "loss": {"kind": "gmpo"}},
     "cispo": {"advantage": _STD, "loss": {"kind": "cispo", "anchor": "mu"}},
     "scalerl": {
@@ -108,14 +100,9 @@ def _as_table(key: str, value: Any) -> Any:
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
-        if not _is_list(value):
+        if not isinstance(value, list | tuple):
             return value
         return tuple(settings_table(part) if isinstance(part, str) else part for part in value)
     if key in ("loss", "advantage", "reduction") and isinstance(value, str):
         return settings_table(value)
     return value
-
-
-def _is_list(value: Any) -> bool:
-    """Return whether ``value`` is a list or a tuple."""
-    return isinstance(value, list | tuple)

@@ -343,14 +343,12 @@ class GradientTrial:
         """Check that log-ratios of ±60 and ±1000 in float32 give a finite loss and gradient. Return the tested
         range."""
         columns: Any = {name: getattr(self.inputs, name).float() for name in ("log_old_N", "log_mu_N", "advantages_N")}
-        for far in (-60.0, -1000.0):
-            swings = [("log_pi_N", far), ("log_old_N", far), ("log_mu_N", far)]
-            for name, value in swings:
-                moved: Any = {**columns, "log_pi_N": self.inputs.log_pi_N.float()}
-                moved[name] = torch.full_like(moved[name], value)
-                loss, grad = self.run(self.prepared(replace(self.inputs, **moved)))
-                if not (loss.isfinite() and grad.isfinite().all()):
-                    raise ClauseBroken(f"not finite where {name.removesuffix('_N')} is {value}")
+        for value, name in itertools.product((-60.0, -1000.0), ("log_pi_N", "log_old_N", "log_mu_N")):
+            moved: Any = {**columns, "log_pi_N": self.inputs.log_pi_N.float()}
+            moved[name] = torch.full_like(moved[name], value)
+            loss, grad = self.run(self.prepared(replace(self.inputs, **moved)))
+            if not (loss.isfinite() and grad.isfinite().all()):
+                raise ClauseBroken(f"not finite where {name.removesuffix('_N')} is {value}")
         return "log-ratios to ±1000"
 
     def empty(self) -> str:

@@ -121,12 +121,3 @@ AnyReduction = TokenMean | SequenceMeanTokenMean | SequenceMeanTokenSum | Consta
 REDUCTIONS = Kinds(AnyReduction, group="headrace.reductions", setting="algo.reduction", contract=Section)
 """The registry of reductions, including those of installed packages."""
 ReductionConfig = Annotated[AnyReduction, REDUCTIONS]
-__all__ = [
-    "AnyReduction",
-    "ConstantDivisor",
-    "PromptMean",
-    "ReductionConfig",
-    "SequenceMeanTokenMean",
-    "SequenceMeanTokenSum",
-    "TokenMean",
-]

@@ -88,4 +88,3 @@ AnyShaping = Overlong | LengthShaping
 SHAPINGS = Kinds(AnyShaping, group="headrace.shapings", setting="algo.shaping", contract=Section)
 """The registry of shapings, including those of installed packages."""
 ShapingConfig = Annotated[AnyShaping, SHAPINGS]
-__all__ = ["AnyShaping", "ShapingConfig"]

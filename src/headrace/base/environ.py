@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -224,3 +225,15 @@ def rank_environment(place: RankPlace, interface: str = "") -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": interface or ("lo0" if sys.platform == "darwin" else "lo"),
     }
     return {**known, "NCCL_SOCKET_IFNAME": interface} if interface else known
+
+
+def raise_file_limit(most: int) -> int:
+    """Raise this process's limit of open files to at most ``most``, if the system allows it, and return the limit, at
+    most ``most`` if there is none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return most
+    limit = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if limit > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return max(limit, soft)

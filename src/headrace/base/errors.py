@@ -184,6 +184,11 @@ class StoppedAtStart(KeyboardInterrupt):
         self.signal_name = signal_name
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message about the unknown ``name``: the most similar of the ``known`` names, if one is
     similar, and a list of all of them. Upper and lower case are not distinguished.

@@ -153,6 +153,13 @@ class Registry(Generic[T]):
         return dict(offers)
 
 
+def make_class_check(kind: type) -> Callable[[Any], str | None]:
+    """Return the check of a registry whose objects are instances of the class ``kind``."""
+    return lambda made: (
+        None if isinstance(made, kind) else f"is a {type(made).__name__}, not a {kind.__module__}.{kind.__qualname__}"
+    )
+
+
 def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a module-level ``__getattr__`` for ``package`` that imports a public name when it is first used.
 

@@ -4,7 +4,6 @@ uses the engine, the learner and the scorers through their contracts, wherever t
 from headrace.control.config import ControlSettings, RunSection
 from headrace.control.controller import Controller
 from headrace.control.metrics import Summary
-from headrace.control.observer import Observer
 from headrace.control.parts import Components, Serving
 
-__all__ = ["Components", "ControlSettings", "Controller", "Observer", "RunSection", "Serving", "Summary"]
+__all__ = ["Components", "ControlSettings", "Controller", "RunSection", "Serving", "Summary"]

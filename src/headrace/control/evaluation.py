@@ -151,18 +151,8 @@ class Evaluator:
         """Return the runner of evaluation episodes, which reports arrived tokens to ``listener``. ``turns``, if not
         ``None``, computes the process reward of each turn when the turn ends."""
         parts = self._parts
-        runner = EpisodeRunner(
-            engine=parts.engine,
-            env=parts.env,
-            sampling=self._sampling,
-            run_seed=self._run_seed + 1,  # other random numbers than training
-            on_tokens=listener.on_tokens,
-            agents=parts.agents,
-            chat=parts.chat,
-            limits=parts.limits,
-            timeout_s=parts.episode_timeout_s,
-            retries=parts.episode_retries,
-        )
+        seed = self._run_seed + 1  # other random numbers than training
+        runner = replace(parts.make_runner(seed, listener.on_tokens), sampling=self._sampling)
         if turns is None:
             return runner
         return replace(
@@ -200,8 +190,8 @@ class Evaluator:
 
     async def _score(self, run: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
         """Score ``episodes``, attempts at one task, together, and set the reward of each of them."""
-        texts = tuple(completion_text(self._parts, episode) for episode in episodes)
-        ids = tuple(completion_ids(episode) for episode in episodes)
+        ids = tuple(map(completion_ids, episodes))
+        texts = tuple(map(self._parts.decode_answer, ids))
         context = ScoringContext(completion_ids=ids, trainer=self._current_trainer_state())
         scores = await self._parts.scorer.score(self._parts.eval_tasks[episodes[0].key.group], texts, context)
         for index, episode in enumerate(episodes):
@@ -235,15 +225,6 @@ def completion_ids(episode: EpisodeGraph) -> IntColumn:
     the policy sampled no turn."""
     turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
     return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
-
-
-def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
-    """Return the text that reward functions score: the last turn of ``episode`` that the policy sampled, without the
-    stop token. ``parts`` decodes the tokens."""
-    ids = completion_ids(episode).tolist()
-    if ids and ids[-1] in parts.sampling.stop_ids:
-        ids = ids[:-1]
-    return parts.decode(ids)
 
 
 class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):

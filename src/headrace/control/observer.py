@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Protocol
 
 from headrace.base.clock import Clock
 from headrace.base.types.observation import Event, LiveState, StepRecord
@@ -17,25 +15,22 @@ MAX_KEPT_SPANS = 4096
 """Maximum number of spans that are collected before they are sent to the observers."""
 
 
-class Observer(Protocol):
+class Observer:
     """The contract of an observer, which receives the events of a run: a writer of metrics or a view, for example. Its
-    methods must return at once; an exception in a method ends the run."""
+    methods must return at once; an exception in a method ends the run. A method that is not overridden ignores what it
+    receives."""
 
     def step(self, record: StepRecord) -> None:
         """Receive the record of a finished optimizer step."""
-        ...
 
     def event(self, event: Event) -> None:
         """Receive an event to show to the user as one line: a warning, an evaluation, a checkpoint."""
-        ...
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Receive new spans of the event trace."""
-        ...
 
     def update(self, state: LiveState) -> None:
         """Receive the current state of the run, about once a second."""
-        ...
 
 
 class Observers:
@@ -69,12 +64,6 @@ class Observers:
         """Forward an event at once."""
         for observer in self._observers:
             observer.event(event)
-
-    def span(self, span: Span) -> None:
-        """Collect one span, to forward it later with others."""
-        self._spans.append(span)
-        if len(self._spans) >= MAX_KEPT_SPANS:
-            self.flush()
 
     def spans(self, spans: Sequence[Span]) -> None:
         """Collect spans, to forward them later with others."""
@@ -124,7 +113,7 @@ class BusyLane:
             self._since_s = self._clock.now()
         self._num_working += 1
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Count a task that stops working. If no other task works, report the span of the lane."""
         if self._num_working == 1:
             self._observers.spans(self._spans_so_far())
@@ -134,7 +123,7 @@ class BusyLane:
     def paused(self) -> Iterator[None]:
         """Count a task that has entered the lane as not working while the body runs, for example because it waits for
         the model."""
-        self.__exit__(None, None, None)
+        self.__exit__()
         try:
             yield
         finally:

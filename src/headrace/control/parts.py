@@ -13,13 +13,13 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.base.types.task import Task
-from headrace.base.types.tokens import Tokens
+from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.base.types.weights import Interrupt
 from headrace.control.board import Standstill
 from headrace.control.teaching import Teachers
 from headrace.engine import Engine, EngineSet
 from headrace.learner import Learner
-from headrace.rollout import UNLIMITED, Chat, EpisodeLimits, Withdrawal
+from headrace.rollout import UNLIMITED, Chat, EpisodeLimits, EpisodeRunner, Withdrawal
 from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import Environment
 from headrace.rollout.scoring import Scorer, TurnScorer
@@ -70,6 +70,27 @@ class Serving:
         increase as progress of the run."""
         return self.work_signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
+    def decode_answer(self, ids_T: IntColumn) -> str:
+        """Return the text of the sampled tokens ``ids_T``, without the stop token, as reward functions score it."""
+        ids = ids_T.tolist()
+        return self.decode(ids[:-1] if ids and ids[-1] in self.sampling.stop_ids else ids)
+
+    def make_runner(self, run_seed: int, on_tokens: Callable[[int], None]) -> EpisodeRunner:
+        """Return a runner of episodes of these components. Their random numbers follow from ``run_seed``, and
+        ``on_tokens`` is called with the number of tokens each time that some arrive."""
+        return EpisodeRunner(
+            engine=self.engine,
+            env=self.env,
+            sampling=self.sampling,
+            run_seed=run_seed,
+            on_tokens=on_tokens,
+            agents=self.agents,
+            chat=self.chat,
+            limits=self.limits,
+            timeout_s=self.episode_timeout_s,
+            retries=self.episode_retries,
+        )
+
 
 class EpisodeShards(Protocol):
     """The contract of rollout shards: processes that run the episodes of training outside the controller. They return
@@ -79,18 +100,15 @@ class EpisodeShards(Protocol):
     def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
         """Set the callbacks: ``on_parts`` is called with tokens of running turns that the ledger must record, and
         ``note`` with the text of each unusual event."""
-        ...
 
     async def run_episode(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, partial_turns: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
         """Run one episode of ``task``, which continues from the recorded tokens ``partial_turns``, and return it."""
-        ...
 
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run all ``size`` episodes of the group ``number``. ``on_ended`` is called with the episodes that end
         together."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,20 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from headrace.base.types.episode import (
-    AttemptKind,
-    Branch,
-    EpisodeGraph,
-    EpisodeKey,
-    EpisodeStatus,
-    TokenChunk,
-    Turn,
-)
+from headrace.base.types.episode import AttemptKind, Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
@@ -33,7 +25,6 @@ from headrace.control.groups import OpenGroup
 from headrace.control.state import RunState
 from headrace.flow.ledger import Ledger
 from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, list_outcomes
-from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
 from headrace.rollout.history import prompt_digest
 
@@ -233,18 +224,12 @@ class PivotResampler:
         key."""
         state, parts = self._state, self._state.parts
         own_key, name = self._make_key(episode, point, branch), f"{point.number}/{branch}"
-        runner = EpisodeRunner(
+        runner = replace(
+            parts.make_runner(state.run.seed, lambda _: state.board.record_progress()),
             engine=Forking(parts.engine, parent=point.parent, name=name, on_prefix=self._count_prefix_sampling),
-            env=parts.env,
-            sampling=parts.sampling,
-            run_seed=state.run.seed,
-            on_tokens=lambda _: state.board.record_progress(),
             on_turn=lambda _, prompt_ids_T, turn: self._on_turn(own_key, task, prompt_ids_T, turn),
-            note=lambda text: state.warn(text, kind=text),
-            agents=parts.agents,
-            chat=parts.chat,
-            limits=parts.limits,
-            timeout_s=parts.episode_timeout_s,
+            note=state.warn,
+            retries=0,
             attempt_kind=AttemptKind.BRANCH,
         )
         attempt = await runner.run(episode.key, task, partial_turns=point.prefix)
@@ -260,8 +245,7 @@ class PivotResampler:
     def _count_prefix_sampling(self) -> None:
         """Count a branch whose prefix had to be computed again because its cache could not be forked, and warn."""
         self._count("by_prefix", 1)
-        text = "branches are sampled from the tokens of their prefix: its cache is gone, or of other weights"
-        self._state.warn(text, kind=text)
+        self._state.warn("branches are sampled from the tokens of their prefix: its cache is gone, or of other weights")
 
     def _mark_untrained(self, episode: EpisodeGraph, point: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
         """Set ``untrained`` of each of ``attempts``, made at the pivot ``point`` of ``episode``, that cannot be

@@ -17,7 +17,6 @@ from headrace.base.types.tokens import FloatColumn
 from headrace.control.board import ActivityBoard
 from headrace.control.parts import Components
 from headrace.models.gap import Gap
-from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import Agents
 from headrace.rollout.environments import SingleTurn
 
@@ -71,15 +70,13 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
     if sampling.truncated and not sampling.record_kept:
         sampling = msgspec.structs.replace(sampling, top_k=0, top_p=1.0, min_p=0.0, structure="")
     prompts = [task for task in parts.tasks if len(task.prompt_ids_T)]
-    runner = EpisodeRunner(
-        engine=parts.engine,
+    seed = run_seed + 2  # other random numbers than training and evaluation
+    runner = replace(
+        parts.make_runner(seed, lambda _: board.record_progress()),
         env=SingleTurn() if prompts else parts.env,
         sampling=sampling,
-        run_seed=run_seed + 2,  # other random numbers than training and evaluation
-        on_tokens=lambda _: board.record_progress(),
-        chat=parts.chat,
         limits=replace(parts.limits, max_turns=1),  # the first answer of an episode is enough
-        timeout_s=parts.episode_timeout_s,
+        retries=0,
     )
     tasks = prompts or parts.tasks
     fitting = [task for task in tasks if len(task.prompt_ids_T) + length <= parts.max_context][:NUM_PROBES]

@@ -133,10 +133,7 @@ class Saver:
             checkpoint.abandon(saving.unfinished)
             raise
         snapshot_state = SnapshotState(
-            step=saving.step,
-            version=saving.step,
-            config_fingerprint=self._fingerprint,
-            controller=memory.as_json(),
+            step=saving.step, version=saving.step, config_fingerprint=self._fingerprint, controller=memory.as_json()
         )
         final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
         self._saved.add(saving.step)

@@ -135,7 +135,7 @@ class RunState:
         seconds on the clock; ``None`` as ``end_s`` means now. ``step`` is the step or version to which the span
         belongs; −1 for none."""
         end_s = self.parts.clock.now() if end_s is None else end_s
-        self.observers.span(Span(lane=lane, name=name, start_s=start_s, end_s=end_s, step=step))
+        self.observers.spans([Span(lane=lane, name=name, start_s=start_s, end_s=end_s, step=step)])
 
     @property
     def stop_requested(self) -> bool:

@@ -141,11 +141,8 @@ class ProcessRewards:
         and segments of the episode."""
         parts = self._parts
         context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
-        ids = ids_T.tolist()
-        if ids and ids[-1] in parts.sampling.stop_ids:
-            ids = ids[:-1]
         # Decoding a long history takes milliseconds, for which the event loop must not be blocked.
-        history, text = await off_loop(lambda: (parts.decode(history_T.tolist()), parts.decode(ids)))
+        history, text = await off_loop(lambda: (parts.decode(history_T.tolist()), parts.decode_answer(ids_T)))
         with self._show_request():
             return await self._scorer.score_turn(task, text, history, number, context=context)
 

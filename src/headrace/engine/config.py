@@ -15,7 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from headrace.base.config import Section, validate
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry
+from headrace.base.plugins import Registry, make_class_check
 from headrace.engine import structure
 from headrace.engine.capabilities import Capabilities
 from headrace.models.devices import AUTO, CPU, DeviceName, Devices
@@ -133,21 +133,11 @@ class EngineKind:
     """The settings of ``[engine]`` that this kind does not use. A run file that sets one of them is refused."""
 
 
-def _problem(registered: Any) -> str | None:
-    """Return why the object ``registered`` that an installed package offers is not a kind of engine, in words that
-    follow its name; ``None`` if it is one. The registry calls this for each kind that it loads."""
-    return (
-        None
-        if isinstance(registered, EngineKind)
-        else f"is a {type(registered).__name__}, not a headrace.engine.config.EngineKind"
-    )
-
-
 ENGINES = Registry[EngineKind](
     group="headrace.engines",
     setting="engine.kind",
     rows={"native": "headrace.engine.embedded:NATIVE"},
-    check=_problem,
+    check=make_class_check(EngineKind),
 )
 """The registry behind ``engine.kind``. The wing ``servers`` registers vLLM and SGLang."""
 

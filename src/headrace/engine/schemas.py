@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _NESTED = frozenset({"object", "array"})
 _ANY = frozenset({"any"})
 """Stands for all types, where a schema names none."""
@@ -67,13 +68,13 @@ def _ends(schema: object, ended: Callable[[str], bool], kinds: frozenset[str] = 
     reference = schema.get("$ref")
     if isinstance(reference, str) and not ended(reference):
         return False
-    all_of = _get_list(schema, "allOf")
+    all_of = _get(schema, "allOf", list)
     for part in (schema, *all_of):
         kinds = _kinds(part) if kinds is _ANY else kinds if _kinds(part) is _ANY else kinds & _kinds(part)
     if not all(_ends(part, ended, kinds) for part in all_of):
         return False
     for name in ("anyOf", "oneOf"):
-        choices = _get_list(schema, name)
+        choices = _get(schema, name, list)
         if choices and not any(_ends(choice, ended, kinds) for choice in choices):
             return False
     return _values_end(schema, ended, kinds)
@@ -97,47 +98,35 @@ def _values_end(schema: dict[str, Any], ended: Callable[[str], bool], kinds: fro
 def _object_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
     """Return whether a finite object follows ``schema``: all its required properties have an end, and at least
     ``minProperties`` of its properties have one."""
-    required = [name for name in _get_list(schema, "required") if isinstance(name, str)]
+    required = [name for name in _get(schema, "required", list) if isinstance(name, str)]
     if not all(_ends(part, ended) for name in required for part in _find_parts(schema, name)):
         return False
-    others = (_get_table(schema, "patternProperties").values(), [schema.get("additionalProperties")])
+    others = (_get(schema, "patternProperties", dict).values(), [schema.get("additionalProperties")])
     if any(_ends(part, ended) for parts in others for part in parts):
         return True  # there are always enough names for these
-    named = _get_table(schema, "properties")
-    return sum(_ends(part, ended) for part in named.values()) >= _get_number(schema, "minProperties")
+    named = _get(schema, "properties", dict)
+    return sum(_ends(part, ended) for part in named.values()) >= _get(schema, "minProperties", int)
 
 
 def _array_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
     """Return whether a finite array follows ``schema``: its first ``minItems`` items have an end."""
-    first, rest, least = _get_list(schema, "prefixItems"), schema.get("items"), _get_number(schema, "minItems")
+    first, rest, least = _get(schema, "prefixItems", list), schema.get("items"), _get(schema, "minItems", int)
     return all(_ends(part, ended) for part in first[:least]) and (len(first) >= least or _ends(rest, ended))
 
 
 def _find_parts(schema: dict[str, Any], name: str) -> list[object]:
     """Return the parts of ``schema`` that the value of the property ``name`` must follow."""
-    parts = [part for each, part in _get_table(schema, "properties").items() if each == name]
-    for pattern, part in _get_table(schema, "patternProperties").items():
+    parts = [part for each, part in _get(schema, "properties", dict).items() if each == name]
+    for pattern, part in _get(schema, "patternProperties", dict).items():
         with suppress(re.error):  # a pattern in another dialect is ignored
             parts += [part] if re.search(pattern, name) else []
     return parts or [schema.get("additionalProperties")]
 
 
-def _get_table(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return the value of the keyword ``name`` if it is a table; else an empty one."""
+def _get(schema: dict[str, Any], name: str, kind: type[T]) -> T:
+    """Return the value of the keyword ``name`` if it has the type ``kind``; else an empty value of this type, or 0."""
     found = schema.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _get_number(schema: dict[str, Any], name: str) -> int:
-    """Return the value of the keyword ``name`` if it is a whole number; else 0."""
-    found = schema.get(name)
-    return found if isinstance(found, int) else 0
-
-
-def _get_list(schema: dict[str, Any], name: str) -> list[Any]:
-    """Return the value of the keyword ``name`` if it is a list; else an empty list."""
-    found = schema.get(name)
-    return found if isinstance(found, list) else []
+    return found if isinstance(found, kind) else kind()
 
 
 def _references(schema: object) -> Iterator[str]:

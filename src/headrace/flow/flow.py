@@ -21,8 +21,7 @@ from headrace.base.errors import StoreError
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import ScoredGroup, TokenResults
-from headrace.base.types.stored import Stored
+from headrace.base.types.scored import ScoredGroup
 from headrace.flow.columns import ColumnFiles
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
@@ -253,16 +252,8 @@ class Flow:
         for number, reason in leave.items():
             self.drop(number, reason)
 
-    def record_step_trained(
-        self,
-        groups: Sequence[ScoredGroup],
-        report: StepReport,
-        ages: dict[int, int],
-        learned: TokenResults | Stored | None = None,
-    ) -> None:
-        """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result, ``ages`` the number
-        of trained tokens by age in versions, and ``learned`` the learner's results for each token or the reference to
-        these results in the store; ``None`` if they are not recorded."""
+    def record_step_trained(self, groups: Sequence[ScoredGroup], report: StepReport) -> None:
+        """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -270,9 +261,9 @@ class Flow:
                 numbers=numbers,
                 trained_tokens=report.trained_tokens,
                 dropped_tokens=report.dropped_tokens,
-                ages=ages,
+                ages=report.ages,
                 at_s=self._clock.wall(),
-                learned=learned,
+                learned=report.learned,
                 updates=report.updates,
                 lost=report.lost,
             )

@@ -128,13 +128,7 @@ def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memory
     unmasked = Batch.collate(outline.step, samples, outline.agents)
     batch, untaught = drop_untaught(unmasked)
     batch, stale = drop_stale(batch, outline.oldest_version)
-    return LaidOutBatch(
-        batch=batch,
-        unmasked=unmasked,
-        keys=keys,
-        ages=_ages(batch),
-        masked={**untaught, **stale},
-    )
+    return LaidOutBatch(batch=batch, unmasked=unmasked, keys=keys, ages=_ages(batch), masked={**untaught, **stale})
 
 
 def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -> list[TrainSample]:

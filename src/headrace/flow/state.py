@@ -92,7 +92,7 @@ class FlowState:
     """Number of groups in no batch and no replayed step, by their oldest version."""
     num_open: int = 0
     """Number of groups in no batch and no replayed step, whether they have started or not."""
-    plan: dict[int, set[int]] = field(default_factory=dict)
+    plan: dict[int, dict[int, None]] = field(default_factory=dict)
     """Numbers of the groups of each replayed step, by step."""
     counts: Counter[GroupState] = field(default_factory=Counter)
     """Number of groups in each state, final states included."""
@@ -137,14 +137,7 @@ class FlowState:
                 chosen[number] = None
         return list(chosen)
 
-    def move(
-        self,
-        number: int,
-        new: GroupState,
-        *,
-        reason: str = "",
-        versions: tuple[int, int] | None = None,
-    ) -> None:
+    def move(self, number: int, new: GroupState, *, reason: str = "", versions: tuple[int, int] | None = None) -> None:
         """Move the group ``number`` to the state ``new`` and update all counters. For READY, ``versions`` are the
         oldest and the newest version of its tokens; for DROPPED, ``reason`` is the reason that is counted. Raises
         ``AssertionError`` if the transition is not allowed."""
@@ -183,14 +176,11 @@ class FlowState:
         state, oldest = entry.state, entry.oldest_version
         self.counts[state] += change
         if state is GroupState.READY:
-            if change > 0:
-                self.ready.add(number)
-            else:
-                self.ready.remove(number)
+            (self.ready.add if change > 0 else self.ready.remove)(number)
         if state in _BATCHED or not state.in_flight:
             return
         if entry.step is not None:
-            _update_plan(self.plan, entry.step, number, change)
+            _update_index(self.plan, entry.step, number, change)
             return
         self.num_open += change
         if oldest is not None:
@@ -289,10 +279,9 @@ class FlowState:
     def conserved(self) -> bool:
         """Return whether no group was lost or counted twice: submitted = released + dropped + in flight, where each
         number is counted separately."""
-        num_left = self.counts[GroupState.RELEASED] + sum(self.dropped.values())
-        return self.num_submitted == num_left + len(self.groups) and self.counts[GroupState.DROPPED] == sum(
-            self.dropped.values()
-        )
+        num_dropped = sum(self.dropped.values())
+        num_left = self.counts[GroupState.RELEASED] + num_dropped
+        return self.num_submitted == num_left + len(self.groups) and self.counts[GroupState.DROPPED] == num_dropped
 
 
 def _update_counter(counter: Counter[int], version: int, change: int) -> None:
@@ -302,23 +291,12 @@ def _update_counter(counter: Counter[int], version: int, change: int) -> None:
         del counter[version]
 
 
-def _update_plan(plan: dict[int, set[int]], step: int, number: int, change: int) -> None:
-    """Add the group ``number`` to the groups of the replayed step ``step``, or remove it if ``change`` is negative. An
-    empty set is removed from ``plan``."""
+def _update_index(index: dict[int, dict[int, None]], key: int, number: int, change: int) -> None:
+    """Add the group ``number`` to the groups of ``key``, a version or step, or remove it if ``change`` is negative. An
+    empty entry is removed from ``index``. The inner dictionaries are used as ordered sets."""
     if change > 0:
-        plan.setdefault(step, set()).add(number)
+        index.setdefault(key, {})[number] = None
         return
-    plan[step].remove(number)
-    if not plan[step]:
-        del plan[step]
-
-
-def _update_index(index: dict[int, dict[int, None]], version: int, number: int, change: int) -> None:
-    """Add the group ``number`` to the groups of ``version``, or remove it if ``change`` is negative. An empty entry is
-    removed from ``index``. The inner dictionaries are used as ordered sets."""
-    if change > 0:
-        index.setdefault(version, {})[number] = None
-        return
-    del index[version][number]
-    if not index[version]:
-        del index[version]
+    del index[key][number]
+    if not index[key]:
+        del index[key]

@@ -15,7 +15,7 @@ from headrace.base.config import Section
 from headrace.base.config.addresses import host_and_port, refuse_secret
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry
+from headrace.base.plugins import Registry, make_class_check
 
 if TYPE_CHECKING:
     from headrace.engine.fleet import FleetConfig
@@ -133,18 +133,11 @@ class Launcher:
     ``None``: engines are started only with the run."""
 
 
-def _describe_problem(made: Any) -> str | None:
-    """Return why the object ``made`` of an installed package is not a launcher, in words that follow its name; ``None``
-    if it is a launcher. The registry calls this function for each launcher that it loads."""
-    kind = type(made).__name__
-    return None if isinstance(made, Launcher) else f"is a {kind}, not a headrace.launch.config.Launcher"
-
-
 LAUNCHERS = Registry[Launcher](
     group="headrace.launchers",
     setting="launch.kind",
     rows={"local": "headrace.launch.starters:LOCAL"},
-    check=_describe_problem,
+    check=make_class_check(Launcher),
 )
 """The launchers that ``launch.kind`` can select, by name."""
 

@@ -21,7 +21,6 @@ from headrace.launch.endpoints import ListenAddress, open_endpoint
 from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, ResourceLimits
-from headrace.rollout import EpisodeLimits
 from headrace.rollout.environments import EnvConfig
 
 
@@ -85,17 +84,6 @@ def plan_endpoint(env: EnvConfig, sampling: Sampling, agents: frozenset[str], ho
     address = ListenAddress(host=env.host or host, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
     listening = open_endpoint()
     return lambda warn: listening(sampling, clock=RealClock(), warn=warn, agents=agents, at=address)
-
-
-def make_episode_limits(order: LaunchOrder) -> EpisodeLimits:
-    """Return the budgets of one episode (tokens, turns, tool calls) from the settings of the run."""
-    env = order.env
-    return EpisodeLimits(
-        max_context=order.max_context,
-        max_turns=env.max_turns,
-        max_tokens=env.max_tokens,
-        max_tool_calls=env.max_tool_calls,
-    )
 
 
 class JoinServer(Protocol):

@@ -162,7 +162,7 @@ class ForkCircumstances:
         here = os.stat(".")
         return cls(
             parent=os.getpid(),
-            program=_server_command(),
+            program=[sys.executable, "-m", MODULE],
             environment=fork_server_environment(),
             directory=(here.st_dev, here.st_ino),
         )
@@ -418,8 +418,3 @@ def _can_fork() -> bool:
         os.close(os.pidfd_open(os.getpid()))
         return True
     return False
-
-
-def _server_command() -> list[str]:
-    """Return the first words of the command that starts the fork server."""
-    return [sys.executable, "-m", MODULE]

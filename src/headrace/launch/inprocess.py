@@ -128,15 +128,13 @@ class LocalEngine(EngineClient):
     in_run = False
     deadline_setting = "LocalEngineConfig.deadline_s"
 
-    def __init__(
-        self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
-    ) -> None:
+    def __init__(self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None) -> None:
         """Create an engine that runs ``core``. Its thread starts when the context is entered. ``clock`` is the clock of
-        the step loop, ``config`` are the limits of the engine, and ``name`` is its name in errors."""
+        the step loop, and ``config`` are the limits of the engine."""
         config = config or LocalEngineConfig()
         self._memory = MemoryChannel(asyncio.get_running_loop())
         super().__init__(
-            name,
+            "engine",
             MemoryOrders(self._memory),
             token="",
             on_spans=lambda _: None,

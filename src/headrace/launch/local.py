@@ -34,13 +34,7 @@ from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
 from headrace.launch.engines import Engines
-from headrace.launch.environments import (
-    JOINING,
-    JoinServer,
-    make_environment_pool,
-    make_environment_start,
-    make_episode_limits,
-)
+from headrace.launch.environments import JOINING, JoinServer, make_environment_pool, make_environment_start
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories, shard_workers
 from headrace.launch.resizing import FleetResizer
@@ -302,7 +296,7 @@ def _make_serving_parts(
         "max_context": order.max_context,
         "decode": order.decode,
         "chat": order.chat,
-        "limits": make_episode_limits(order),
+        "limits": order.episode_limits,
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
         "segments": make_segmenter(order.algo),

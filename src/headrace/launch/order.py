@@ -27,7 +27,7 @@ from headrace.launch.vitals import SendWarning
 from headrace.learner import LearnerConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
-from headrace.rollout import Chat
+from headrace.rollout import Chat, EpisodeLimits
 from headrace.rollout.environments import EnvConfig
 from headrace.sync import SyncConfig
 
@@ -119,6 +119,17 @@ class LaunchOrder:
         """The roles that an environment may use in addition to the policy. If empty, every name is accepted and means
         the policy under training."""
         return frozenset((*(agent.name for agent in self.env.agents), *self.model.adapter_agents))
+
+    @property
+    def episode_limits(self) -> EpisodeLimits:
+        """The budgets of one episode."""
+        env = self.env
+        return EpisodeLimits(
+            max_context=self.max_context,
+            max_turns=env.max_turns,
+            max_tokens=env.max_tokens,
+            max_tool_calls=env.max_tool_calls,
+        )
 
 
 class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):

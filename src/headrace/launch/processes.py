@@ -9,7 +9,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,12 +135,7 @@ class Processes:
         start = RolloutStart(
             sampling=order.sampling,
             run_seed=order.run_seed,
-            limits={
-                "max_context": order.max_context,
-                "max_turns": order.env.max_turns,
-                "max_tokens": order.env.max_tokens,
-                "max_tool_calls": order.env.max_tool_calls,
-            },
+            limits=asdict(order.episode_limits),
             timeout_s=order.env.timeout_s,
             retries=order.env.retries,
             record_tokens=order.record_tokens,
@@ -148,12 +143,7 @@ class Processes:
             environment=self._make_shard_environment() if order.env.remote else None,
         )
         self.forget_ended()
-
-        def client(channel: ControllerChannel) -> RolloutClient:
-            """Return the peer of the shard."""
-            return RolloutClient(name, channel, token=self.site.token)
-
-        return await self._start(name, start, 1, client)
+        return await self._start(name, start, 1, partial(RolloutClient, name, token=self.site.token))
 
     def _make_shard_environment(self) -> ShardEnvironment:
         """Return the settings with which a shard starts the environment of the run."""
@@ -253,7 +243,7 @@ class Processes:
             rank_start = msgspec.structs.replace(
                 start, rank=rank, learner=self._make_learner_settings(rank), lending=lending
             )
-            await self._start(name, rank_start, num_threads, partial(self._make_rank_client, name))
+            await self._start(name, rank_start, num_threads, self._peer_maker(RankClient, name))
         assert isinstance(child.peer, LearnerClient)
         return child.peer
 
@@ -301,7 +291,7 @@ class Processes:
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self.forget_ended()
-        return await self._start(name, start, num_threads=1, make_peer=partial(self._make_foreign_peer, name))
+        return await self._start(name, start, num_threads=1, make_peer=self._peer_maker(ForeignPeer, name))
 
     async def start_environment(self, start: EnvironmentStart, starter: Starter | None = None) -> Child:
         """Start an environment worker with the settings ``start``. ``starter`` is the starter of a machine that has
@@ -309,7 +299,7 @@ class Processes:
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self.forget_ended()
-        make_peer = partial(self._make_env_peer, name)
+        make_peer = self._peer_maker(EnvPeer, name)
         return await self._start(name, start, num_threads=1, make_peer=make_peer, starter=starter)
 
     def forget_ended(self) -> None:
@@ -383,17 +373,9 @@ class Processes:
         self.children.append(child)
         return child
 
-    def _make_rank_client(self, name: str, channel: ControllerChannel) -> RankClient:
-        """Return the peer of a rank of the learner other than rank 0."""
-        return RankClient(name, channel, token=self.site.token, on_spans=self.site.on_spans)
-
-    def _make_foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
-        """Return the peer of a scoring worker. Its messages are not trusted, because the worker runs user code."""
-        return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
-
-    def _make_env_peer(self, name: str, channel: ControllerChannel) -> Peer:
-        """Return the peer of an environment worker."""
-        return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
+    def _peer_maker(self, kind: type[Peer], name: str) -> Callable[[ControllerChannel], Peer]:
+        """Return the function that makes the peer of the process ``name`` from its channel."""
+        return partial(kind, name, token=self.site.token, on_spans=self.site.on_spans)
 
     def _make_engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
         """Return the peer of the engine ``name``. The deadline for answers to its orders is the longest time that the

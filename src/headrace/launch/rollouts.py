@@ -94,7 +94,7 @@ class RolloutShards(Supervisor):
     ) -> EpisodeGraph:
         """Run one episode of ``task`` in a shard, and return it; see
         :meth:`~headrace.rollout.runner.EpisodeRunner.run`."""
-        order = self._make_order(key.group, (key.place,), task)
+        order = StartEpisodes(call=0, group=key.group, places=(key.place,), task=task)
         async with aclosing(self._run(order, withdrawal, partial_turns)) as batches:
             async for episodes in batches:
                 return episodes[0]
@@ -103,7 +103,7 @@ class RolloutShards(Supervisor):
     async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
         """Run all ``size`` episodes of the group ``number`` in one shard. ``on_ended`` receives the episodes that end
         together; see :meth:`~headrace.rollout.siblings.SiblingRunner.run`."""
-        order = msgspec.structs.replace(self._make_order(number, tuple(range(size)), task), together=True)
+        order = StartEpisodes(call=0, group=number, places=tuple(range(size)), task=task, together=True)
         async with aclosing(self._run(order)) as batches:
             async for episodes in batches:
                 await on_ended(episodes)
@@ -174,11 +174,6 @@ class RolloutShards(Supervisor):
             version=version,
             paused=paused,
         )
-
-    def _make_order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
-        """Return the order to run episodes of the group ``group``, attempts at ``task``, from their beginning.
-        ``places`` are their indices in the group."""
-        return StartEpisodes(call=0, group=group, places=places, task=task)
 
     async def _run(
         self, order: StartEpisodes, withdrawal: Withdrawal | None = None, partial_turns: Sequence[TokenChunk] = ()

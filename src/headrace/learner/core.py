@@ -195,10 +195,7 @@ class LearnerCore:
         fails after an update, the weights have changed, and the run has to continue from its last snapshot."""
         start_s = self._context.clock.now()
         self._refuse(batch)
-        work, denominator, dropped = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, dropped = self._prepare_whole(batch)
         log_before_N = self._logprobs(work.batch, work.mask_N)
         work = add_log_old(work, log_before_N)
         parts = list(minibatches(work, self._objective))
@@ -266,10 +263,7 @@ class LearnerCore:
         self._refuse(batch)
         if self._parts is not None:
             raise RunError(f"step {self._step} has been begun in parts", remedy="call finish before forward_backward")
-        work, denominator, dropped = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, dropped = self._prepare_whole(batch)
         if self._objective.selects_tokens:
             work = replace(work, selected_NP=self._select(work))
         tally = MicroBatchStats()
@@ -408,10 +402,7 @@ class LearnerCore:
         Raises :class:`~headrace.base.errors.RunError` for an invalid batch, or one without a loss token.
         """
         self._forward.refuse(batch)
-        work, denominator, _ = self._prepare(batch)
-        if not work.mask_N.any():
-            raise nothing_to_learn(self._step, batch.num_loss_tokens)
-        work = self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0)))
+        work, _ = self._prepare_whole(batch)
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         output = self._objective(work.inputs(MicroBatch.whole(batch.lengths_S), log_pi_N), work.weights_N)
         return {**means(output.metrics), "loss": float(output.loss)}
@@ -421,10 +412,8 @@ class LearnerCore:
         discarded."""
         for model in (each for each in self._auxiliary if each.prepares):
             start_s = self._context.clock.now()
-            with (
-                self._discarding_on_failure(),
-                self._context.progress.track(model.name, f"{model.name} of step {self._step}"),
-            ):
+            progress = self._context.progress.track(model.name, f"{model.name} of step {self._step}")
+            with self._discarding_on_failure(), progress:
                 work = model.prepare(work)
             self._end_span(model.name, start_s)
         return work
@@ -485,6 +474,23 @@ class LearnerCore:
         shares = self._objective.shares(layout(batch, mask))
         work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
+
+    def _prepare_whole(self, batch: Batch) -> tuple[StepWork, dict[str, int]]:
+        """Return the work of a whole batch, with the final weight of each token and the columns of the auxiliary
+        models, and the number of tokens that cannot carry loss, by reason. Raises
+        :class:`~headrace.base.errors.RunError` if no token can."""
+        work, denominator, dropped = self._prepare(batch)
+        if not work.mask_N.any():
+            raise nothing_to_learn(self._step, batch.num_loss_tokens)
+        return self.add_columns(replace(work, weights_N=work.weights_N / denominator.clamp(min=1.0))), dropped
+
+    @contextmanager
+    def _discarding_on_failure(self) -> Iterator[None]:
+        """Return a context for a computation of all ranks; if it fails, the gradient of the step is discarded."""
+        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
+            undo.callback(self._discard_gradients)
+            yield
+            undo.pop_all()
 
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
         """Add the gradients of all micro-batches of ``work``, agent by agent, and add their metrics to ``tally``.
@@ -548,15 +554,6 @@ class LearnerCore:
         :class:`~headrace.base.errors.RunError` if there is not enough memory."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step):
             return self._forward.logprobs(batch, mask_N)
-
-    @contextmanager
-    def _discarding_on_failure(self) -> Iterator[None]:
-        """Return a context for a computation of all ranks. On failure the gradients are discarded, and a lack of memory
-        is explained."""
-        with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
-            undo.callback(self._discard_gradients)
-            yield
-            undo.pop_all()
 
     def _discard_gradients(self) -> None:
         """Discard the gradients of the present step, including those of the auxiliary models."""

@@ -146,6 +146,14 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 """Patterns of the tokenizer's files, which a model directory needs beside its configuration and weights."""
 
+
+def copy_tokenizer(model_dir: Path, directory: Path) -> None:
+    """Copy the tokenizer's files of the model in ``model_dir`` into ``directory``."""
+    for pattern in TOKENIZER_FILES:
+        for path in model_dir.glob(pattern):
+            shutil.copyfile(path, directory / path.name)
+
+
 FreeBytes = Callable[[Path], int]
 
 

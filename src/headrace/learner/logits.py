@@ -85,12 +85,7 @@ class SplitModel:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits [C, V] that the model's own head computes from hidden states."""
-        self._given_hidden.hidden = hidden_CD[None]
-        try:
-            logits_CV: Tensor = self._head(input_ids=None, use_cache=False).logits[0]
-        finally:
-            self._given_hidden.hidden = None
-        return logits_CV
+        return self._given_hidden.compute_logits(self._head, hidden_CD)
 
     def matrix(self) -> HeadMatrix | None:
         """Return the head if it is a single matrix; otherwise ``None``."""
@@ -167,6 +162,16 @@ class GivenHidden(nn.Module):
         """Return the attribute ``name`` of the trunk, such as a multiplier of the logits that the model's forward pass
         reads."""
         return getattr(self.__dict__["trunk"], name)
+
+    def compute_logits(self, model: Any, hidden_CD: Tensor) -> Tensor:
+        """Return the logits ``[C, V]`` that ``model``, of which this module is the trunk, computes from
+        ``hidden_CD``."""
+        self.hidden = hidden_CD[None]
+        try:
+            logits_CV: Tensor = model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            self.hidden = None
+        return logits_CV
 
     def forward(self, *args: Any, **kwargs: Any) -> HiddenOutput:
         """Return the hidden states ``self.hidden`` as the output of a trunk. The arguments are ignored."""

@@ -98,10 +98,6 @@ class MicroBatch:
         _, first_R = np.unique(self.rows_M, return_index=True)
         return self.places_M[first_R]
 
-    def positions_M(self) -> Index:
-        """Return the position of each token within its sample, from 0, ``[M]``."""
-        return ragged_arange(np.zeros_like(self.lengths_K), self.lengths_K)
-
     def local_samples_M(self) -> Index:
         """Return for each token the index of its sample among the samples of this micro-batch, from 0, ``[M]``."""
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)

@@ -22,8 +22,6 @@ class WorkUnit:
     """The kind of the unit; units of one kind have about the same duration."""
     what: str
     """The description of the unit: ``micro-batch 3 of 8 of step 5``. Empty while the learner waits for calls."""
-    start_s: float
-    """The time at which the unit began, in seconds of the clock."""
 
 
 class Progress:
@@ -48,7 +46,7 @@ class Progress:
         """The longest duration of recent units of each kind, in seconds; older ones count less."""
         self.num_units = 0
         """The number of units that have ended."""
-        self.unit = WorkUnit(kind="", what="", start_s=clock.now())
+        self.unit = WorkUnit(kind="", what="")
         """The current unit."""
 
     @contextmanager
@@ -56,7 +54,7 @@ class Progress:
         """Return a context of one unit of work of the kind ``kind`` and with the description ``description``; contexts
         may be nested."""
         outer_unit, start_s = self.unit, self._clock.now()
-        self.unit = WorkUnit(kind=kind, what=description, start_s=start_s)
+        self.unit = WorkUnit(kind=kind, what=description)
         try:
             yield
         finally:

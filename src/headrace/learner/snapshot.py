@@ -7,8 +7,7 @@ state.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError, ModelError
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, seal, whole_or_nothing
+from headrace.learner.disk import SLACK_BYTES, copy_tokenizer, seal, whole_or_nothing
+from headrace.learner.parallel.shards import local_shard
 from headrace.models import ModelConfig, load_model
 from headrace.models.config import AGENTS
 from headrace.models.heads import copy_later, later_bytes
@@ -80,9 +80,7 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
         else:
             model.save_pretrained(directory)
             copy_later(extras.model_dir, directory)
-        for pattern in TOKENIZER_FILES:
-            for path in extras.model_dir.glob(pattern):
-                shutil.copyfile(path, directory / path.name)
+        copy_tokenizer(extras.model_dir, directory)
         numbers = {name: str(number) for name, number in {_STEP: extras.step, **extras.numbers}.items()}
         tensors = {**moments, _RANDOM_STATE: torch.get_rng_state()}
         save_file(tensors, directory / OPTIMIZER_FILE, metadata=numbers)
@@ -91,8 +89,11 @@ def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor],
         seal(directory)
 
 
-def restore_weights(directory: Path, model: PreTrainedModel) -> None:
-    """Copy the weights of the snapshot ``directory`` into ``model``, in place.
+def restore_weights(
+    directory: Path, model: PreTrainedModel, load: Callable[[ModelConfig], nn.Module] = load_model
+) -> None:
+    """Copy the weights of the snapshot ``directory`` into ``model``, in place. ``load`` loads a second model, which is
+    sharded like ``model``.
 
     Raises :class:`~headrace.base.errors.CheckpointError` if they cannot be read or belong to another model.
     """
@@ -102,19 +103,24 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
     model_tensors = weight_tensors(model)
     dtype: Any = str(model.dtype).removeprefix("torch.")
     try:
-        saved = weight_tensors(load_model(ModelConfig(path=str(directory), dtype=dtype)))
+        saved = weight_tensors(load(ModelConfig(path=str(directory), dtype=dtype)))
     except ModelError as error:
         raise CheckpointError(
             f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
         ) from error
     if {name: tensor.shape for name, tensor in model_tensors.items()} != {name: t.shape for name, t in saved.items()}:
-        raise CheckpointError(
-            f"the weights in {directory} are of another model than {type(model).__name__} as configured",
-            remedy="resume with the model.path that the run was started with",
-        )
+        raise other_model_error(directory, model)
     with torch.no_grad():
         for name, tensor in model_tensors.items():
-            tensor.copy_(saved[name])
+            local_shard(tensor.detach()).copy_(local_shard(saved[name].detach()))
+
+
+def other_model_error(directory: Path, model: PreTrainedModel) -> CheckpointError:
+    """Return the error for weights in ``directory`` that do not belong to ``model``."""
+    return CheckpointError(
+        f"the weights in {directory} are of another model than {type(model).__name__} as configured",
+        remedy="resume with the model.path that the run was started with",
+    )
 
 
 def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:

@@ -50,8 +50,7 @@ def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
         for groups in np.array_split(shuffled_groups, objective.minibatches):
             mask_N = work.mask_N & np.isin(groups_N, groups)
             if mask_N.any():
-                shares = objective.shares(layout(batch, torch.from_numpy(mask_N)))
-                weights_N = shares.weights_N / shares.mass.clamp(min=1.0)
+                weights_N = objective.weights(layout(batch, torch.from_numpy(mask_N)))
                 yield replace(work, mask_N=mask_N, weights_N=weights_N, metrics={})
 
 

@@ -121,7 +121,7 @@ def choose_devices(
     last_first = range(gpus)[::-1]
     free = [number for number in last_first if f"{CUDA}:{number}" not in trainers] or last_first or [0]
     engines = [
-        _select_device("engine.device", engine, gpus=gpus, usual=free[place % len(free)], only_cpu=only_cpu)
+        choose_device("engine.device", engine, gpus=gpus, usual=free[place % len(free)], only_cpu=only_cpu)
         for place in range(count)
     ]
     return Devices(engines=tuple(engines), learner=trainers)
@@ -189,17 +189,11 @@ def device_for_one_more(engine: str, devices: Devices, *, gpus: int, width: int 
     )
 
 
-def choose_device(setting: str, name: str, *, gpus: int, only_cpu: bool = False) -> str:
-    """Return the device of a single part, as :func:`choose_devices` chooses it; ``auto`` and ``cuda`` select the first
-    GPU. ``setting`` is the name of the setting, for errors."""
-    return _select_device(setting, name, gpus=gpus, usual=0, only_cpu=only_cpu)
-
-
-def _select_device(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> str:
-    """Return the device that ``setting``, whose value is ``name``, selects on a machine with ``gpus`` GPUs. With
-    ``only_cpu``, ``auto`` means the CPU. ``auto`` and ``cuda`` select the GPU with number ``usual``, or the CPU if
-    there is no GPU. Raises :class:`~headrace.base.errors.ConfigError` for several GPUs and for a GPU that does not
-    exist."""
+def choose_device(setting: str, name: str, *, gpus: int, usual: int = 0, only_cpu: bool = False) -> str:
+    """Return the device of a single part that ``setting``, whose value is ``name``, selects on a machine with ``gpus``
+    GPUs. With ``only_cpu``, ``auto`` means the CPU. ``auto`` and ``cuda`` select the GPU with number ``usual``, or the
+    CPU if there is no GPU. Raises :class:`~headrace.base.errors.ConfigError` for several GPUs and for a GPU that does
+    not exist."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return CPU
     number, *more = gpu_numbers(name) or (usual,)
@@ -230,7 +224,7 @@ def _rank_devices(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[
     value of ``learner.device``; with ``only_cpu``, ``auto`` means the CPU. Each rank needs its own GPU, as NCCL
     requires, and the ranks use torch's GPUs from the first on. Raises :class:`~headrace.base.errors.ConfigError` if
     there are too few GPUs."""
-    first = _select_device("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
+    first = choose_device("learner.device", name, gpus=gpus, only_cpu=only_cpu)
     if first == CPU or ranks == 1:
         return (first,) * ranks
     if first != f"{CUDA}:0":

@@ -23,14 +23,14 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.errors import ModelError
 from headrace.models.config import WHOLE, ModelConfig
-from headrace.models.load import INDEX_FILE, RESUMED, ready
+from headrace.models.load import INDEX_FILE, ready, weight_headers
 from headrace.models.settings import BUILDING, model_directory, num_later_layers, read_config, read_whole_config
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def refuse_headless(path: str) -> HeadLayout:
             remedy="set engine.speculation = 'history', or copy config.json from where the model comes from",
         )
     start, hidden = layout.start(config), int(config.hidden_size)
-    shapes = {name: shape for _, name, shape in _headers(model_directory(path))}
+    shapes = {name: shape for _, name, shape in weight_headers(model_directory(path))}
     if not shapes:
         return layout  # the weights of a model of a hub are fetched later; other models without weights were refused
     wanted = {name: [hidden, 2 * hidden] if name == layout.projection else [hidden] for name in layout.own}
@@ -176,13 +176,13 @@ def later_tensors(base: Path) -> list[str]:
     if not (base / "config.json").is_file() or _is_part(str(base)):
         return []
     num_layers = int(read_config(str(base)).num_hidden_layers)
-    return [name for _, name, _ in _headers(base) if _is_later(name, num_layers)]
+    return [name for _, name, _ in weight_headers(base) if _is_later(name, num_layers)]
 
 
 def later_bytes(base: Path) -> int:
     """Return an estimate of the largest number of bytes that :func:`copy_later` writes for the checkpoint ``base``."""
     later = set(later_tensors(base))
-    return sum(4 * math.prod(shape) for _, name, shape in _headers(base) if name in later)
+    return sum(4 * math.prod(shape) for _, name, shape in weight_headers(base) if name in later)
 
 
 def copy_later(base: Path, directory: Path) -> None:
@@ -191,7 +191,7 @@ def copy_later(base: Path, directory: Path) -> None:
     index of the weights, which is created if there is none. If there are no tensors to copy, nothing is written."""
     from safetensors.torch import save_file
 
-    held = {name for _, name, _ in _headers(directory)}
+    held = {name for _, name, _ in weight_headers(directory)}
     names = [name for name in later_tensors(base) if name not in held]
     if not names:
         return
@@ -202,8 +202,8 @@ def copy_later(base: Path, directory: Path) -> None:
         tree = json.loads(index.read_text(encoding="utf-8"))
         tree["weight_map"] |= dict.fromkeys(names, HEADS_FILE)
     else:
-        size = sum(file.stat().st_size for file in {file for file, _, _ in _headers(directory)})
-        files = {name: file.name for file, name, _ in _headers(directory)}
+        size = sum(file.stat().st_size for file in {file for file, _, _ in weight_headers(directory)})
+        files = {name: file.name for file, name, _ in weight_headers(directory)}
         tree = {"metadata": {"total_size": size}, "weight_map": files}
     index.write_text(json.dumps(tree, indent=1), encoding="utf-8")
 
@@ -224,21 +224,11 @@ def _is_later(name: str, num_layers: int) -> bool:
     return any(part.startswith("mtp") for part in name.split(".")) or any(int(one) >= num_layers for one in numbers)
 
 
-def _headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
-    """Yield the file, the name and the shape of each tensor of the weights in ``directory``."""
-    from safetensors import safe_open
-
-    for file in sorted(each for each in directory.glob("*.safetensors") if not each.name.startswith(RESUMED)):
-        with safe_open(file, framework="numpy") as opened:
-            for name in opened.keys():  # noqa: SIM118 - it cannot be iterated over
-                yield file, name, opened.get_slice(name).get_shape()
-
-
 def _read(directory: Path, starts: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the tensors of the weights in ``directory`` whose names begin with one of ``starts``."""
     from safetensors import safe_open
 
-    files = dict.fromkeys(file for file, name, _ in _headers(directory) if name.startswith(starts))
+    files = dict.fromkeys(file for file, name, _ in weight_headers(directory) if name.startswith(starts))
     found: dict[str, Tensor] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -74,7 +74,16 @@ def short_model_name(path: str) -> str:
 def change_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
     """Return ``tree``, the settings of a run file as nested dicts, with every value that names a model replaced by the
     result of ``change``."""
-    for setting in MODEL_PATHS:
+    return change_paths(tree, change, MODEL_PATHS, MODEL_TABLES)
+
+
+def change_paths(
+    tree: dict[str, Any], change: Change, settings: Iterable[str], tables: Iterable[tuple[str, str, str]]
+) -> dict[str, Any]:
+    """Return ``tree``, the settings of a run file as nested dicts, with the values of some of them replaced by the
+    results of ``change``: of ``settings``, dotted names, and of ``tables``, given as :data:`MODEL_TABLES` are. Values
+    that are no text, or empty, are kept."""
+    for setting in settings:
         *sections, key = setting.split(".")
         path = _table_at(tree, sections).get(key)
         if isinstance(path, str) and path:
@@ -82,14 +91,16 @@ def change_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
             for section in reversed(sections):
                 piece = {section: piece}
             tree = merge(tree, piece)
-    for section, name, key in MODEL_TABLES:
-        tables = _table_at(tree, [section]).get(name)
-        if isinstance(tables, list | tuple) and tables:
-            found = [
-                {**each, key: change(f"{section}.{name}[{place}].{key}", each[key])} if each.get(key) else each
-                for place, each in enumerate(tables)
+    for section, name, key in tables:
+        rows = _table_at(tree, [section]).get(name)
+        if isinstance(rows, list | tuple) and rows:
+            changed = [
+                {**row, key: change(f"{section}.{name}[{place}].{key}", row[key])}
+                if isinstance(row, dict) and isinstance(row.get(key), str) and row[key]
+                else row
+                for place, row in enumerate(rows)
             ]
-            tree = merge(tree, {section: {name: found}})
+            tree = merge(tree, {section: {name: changed}})
     return tree
 
 

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +100,9 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
 def _missing_of_experts(directory: Path) -> list[str]:
     """Return the tensors that only some experts of a layer have, for the experts that lack them, by the names in the
     files of ``directory``. transformers joins the experts of a layer, and does not report which tensor is missing."""
-    from safetensors import safe_open
-
     experts: dict[str, set[str]] = defaultdict(set)
     parts: dict[str, set[str]] = defaultdict(set)
-    names = set[str]()
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, framework="numpy") as opened:
-            names.update(opened.keys())
+    names = {name for _, name, _ in weight_headers(directory)}
     for name in names:
         if found := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..+)", name):
             experts[found[1]].add(found[2])
@@ -233,14 +229,17 @@ def refuse_damaged_weights(directory: Path) -> None:
 def num_weight_bytes(directory: Path, bytes_per_number: int) -> int:
     """Return the size of the weights in ``directory`` in bytes, with ``bytes_per_number`` bytes per number. Only the
     headers of the files are read; files that are not downloaded yet are not counted."""
+    return bytes_per_number * sum(math.prod(shape) for _, _, shape in weight_headers(directory))
+
+
+def weight_headers(directory: Path) -> Iterator[tuple[Path, str, list[int]]]:
+    """Yield the file, the name and the shape of each tensor of the weights in ``directory``."""
     from safetensors import safe_open
 
-    total = 0
-    for file in directory.glob("*.safetensors"):
-        if not file.name.startswith(RESUMED):
-            with safe_open(file, framework="numpy") as opened:
-                total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - it cannot be iterated over
-    return total * bytes_per_number
+    for file in sorted(each for each in directory.glob("*.safetensors") if not each.name.startswith(RESUMED)):
+        with safe_open(file, framework="numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it cannot be iterated over
+                yield file, name, opened.get_slice(name).get_shape()
 
 
 def _indexed_files(directory: Path) -> set[str]:

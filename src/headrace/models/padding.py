@@ -25,6 +25,19 @@ CopyRows = Callable[[Tensor], Tensor]
 """A function that copies rows of a tensor into another order. Rows may be repeated, left out, or summed."""
 
 
+def gather_rows(
+    begins_B: npt.NDArray[np.int64], counts_B: npt.NDArray[np.int64], place_N: npt.NDArray[np.int64], filled: int
+) -> npt.NDArray[np.int64]:
+    """Return the index of each token of several rows, ``[B, L]``, padded with the first token of the row. Row b has
+    ``counts_B[b]`` tokens from the index ``begins_B[b]`` on. Also write into ``place_N`` the index of each of these
+    tokens in the result, counted from ``filled``."""
+    column_L = np.arange(int(counts_B.max()))
+    inside_BL = column_L < counts_B[:, None]
+    gather_BL: npt.NDArray[np.int64] = begins_B[:, None] + np.where(inside_BL, column_L, 0)
+    place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
+    return gather_BL
+
+
 class PaddedSlots:
     """The slots of every token of a pass, and the copies between tokens and slots. Padding repeats a token of its row.
     Under causal attention no result depends on padding, so its gradient is 0."""

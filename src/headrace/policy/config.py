@@ -69,8 +69,9 @@ class PolicyConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _refuse_run_advantages(self) -> Self:
-        """Raise :class:`ConfigError` for advantages and teachers that only a run can compute."""
+    def _refuse_settings_of_runs(self) -> Self:
+        """Raise :class:`ConfigError` for what only a run has: advantages and teachers that it computes, adapters of
+        several agents, and a critic (a value model)."""
         if self.algo.advantage.by_teacher:
             raise ConfigError(
                 f"a policy of a loop of its own takes the advantages that it is given: algo.advantage="
@@ -82,23 +83,11 @@ class PolicyConfig(Section):
                 "a policy of a loop of its own starts no engines, and learner.teachers has one with an engine",
                 remedy="leave engine out of its table: the learner computes it; or give batches with teacher_scores",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_agents(self) -> Self:
-        """Raise :class:`ConfigError` for adapters of several agents, since a policy trains one adapter."""
-        agents = list(self.model.adapter_agents)
-        if agents:
+        if agents := list(self.model.adapter_agents):
             raise ConfigError(
                 f"a policy of a loop of its own knows no agents, and model.lora.agents={agents}",
                 remedy="leave it out; to train several adapters in a loop, take headrace.learner.adapters.Adapters",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _refuse_critic(self) -> Self:
-        """Raise :class:`ConfigError` for settings of a critic (a value model), and for advantages that need a
-        critic."""
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(
                 "a policy of a loop of its own has no critic: algo.advantage='gae' and learner.critic are for runs",

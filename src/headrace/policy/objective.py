@@ -74,12 +74,6 @@ class ReplaceableObjective(Objective):
         """The names of the columns that the current objective reads and the learner has to compute."""
         return self._current.columns
 
-    @property
-    def selects(self) -> bool:
-        """Whether the current objective selects tokens from the whole batch; the learner then computes all log π before
-        it calls ``prepare``."""
-        return self._current.selects_tokens
-
     def shares(self, layout: BatchLayout) -> Shares:
         """Return the weights of the tokens of ``layout`` in the current objective, and their contribution to the
         denominator."""

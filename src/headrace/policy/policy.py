@@ -20,6 +20,7 @@ import torch
 from headrace.algo.objective import Objective, usable
 from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, DataError, RunError
+from headrace.base.tasks import run_together
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.engine import ForkRequest, StaleFork
 from headrace.base.types.sampling import Sampling
@@ -56,7 +57,7 @@ from headrace.policy.objective import (
     resolve_algo,
 )
 from headrace.policy.sample import Sample, SampleRequirements, Samples, make_batch
-from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions, run_together
+from headrace.policy.sampler import PolicySampler, Prompt, SampleOptions
 from headrace.policy.slots import Slots
 
 

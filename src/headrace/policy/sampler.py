@@ -7,27 +7,26 @@ tokens of an answer.
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import ConfigError, DataError, nearest
+from headrace.base.tasks import run_together
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.messages.engine import PLAIN
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
 from headrace.engine import Engine, RequestOptions
 from headrace.policy.sample import Sample
-from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
+from headrace.rollout.environments.prompts import make_tasks
+from headrace.rollout.rendering import Tokenizer
 from headrace.rollout.runner import episode_seed
-
-T = TypeVar("T")
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int] | npt.NDArray[np.integer[Any]] | Tokens
 """A prompt: text, chat messages, token ids, or :class:`Tokens`, some of which may have been sampled."""
@@ -82,7 +81,7 @@ class PolicySampler:
         calls without options, ``seed`` is the seed of the policy, and ``num_prompts`` is the number of prompts sampled
         before the policy was saved. With ``keep_mask``, truncated sampling (top-k, top-p, min-p) records the kept-set
         of each token: the vocabulary entries that survived."""
-        self._tokenizer: PromptTokenizer = tokenizer
+        self._tokenizer: Tokenizer = tokenizer
         self._defaults = defaults
         self._seed = seed
         self._keep_mask = keep_mask
@@ -131,7 +130,7 @@ class PolicySampler:
                 SampleRequest(
                     prompt=prompt,
                     group=first + index,
-                    sampling=_with_seed(sampling, self._answer_seed(seed, first, index, member)),
+                    sampling=msgspec.structs.replace(sampling, seed=self._answer_seed(seed, first, index, member)),
                 )
                 for member in range(n)
             ]
@@ -204,22 +203,3 @@ class PolicySampler:
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
         return Sample(prompt=prompt, tokens=Tokens.observed(ids), text=answer, group=self.num_prompts - 1)
-
-
-def _with_seed(sampling: Sampling, seed: int) -> Sampling:
-    """Return a copy of the sampling parameters with the seed ``seed``."""
-    return msgspec.structs.replace(sampling, seed=seed)
-
-
-async def run_together(jobs: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all coroutines ``jobs`` concurrently and return their results in order. If a coroutine fails, the others are
-    cancelled and its error is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(job) for job in jobs]
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from None
-    return [task.result() for task in running]

@@ -81,19 +81,19 @@ class TurnSampler(Protocol):
 
     key: EpisodeKey
     """The group and the number of the episode."""
-    sampling: Sampling
-    """The sampling parameters of the run."""
     turns: list[Turn]
     """The turns so far, parents before children."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Return the sampling parameters of the run."""
 
     async def sample(self, request: TurnRequest) -> int:
         """Sample a turn, append it to ``turns``, and return its index. If this raises an error, the tokens sampled so
         far have been appended as an unfinished turn."""
-        ...
 
     def restart(self) -> None:
         """Discard all turns. If a turn is requested again later, its recorded tokens are used instead of new ones."""
-        ...
 
 
 class Conversations:

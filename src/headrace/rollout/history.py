@@ -123,7 +123,8 @@ class History:
             if node.messages is None:
                 continue
             length = start + len(node.messages)
-            if not _are_same(node.messages, canonical_messages[start:length]):
+            given = canonical_messages[start:length]
+            if len(given) < len(node.messages) or not all(map(_is_same, node.messages, given)):
                 continue
             num_own += node.sampled and self.turns[node.turn].author == agent
             ends = node.sampled or length == len(canonical_messages)
@@ -199,12 +200,6 @@ def _canonical_json(arguments: str) -> str:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
         return arguments
-
-
-def _are_same(held: Sequence[Message], given: Sequence[Message]) -> bool:
-    """Return whether the messages ``held`` of a node equal the messages ``given``, pair by pair, in canonical
-    spelling."""
-    return len(held) == len(given) and all(map(_is_same, held, given))
 
 
 def _is_same(held: Message, given: Message) -> bool:

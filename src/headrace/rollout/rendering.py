@@ -26,30 +26,26 @@ _QUESTION: dict[str, Any] = {"role": "user", "content": "."}
 
 
 class Tokenizer(Protocol):
-    """The attributes and methods of a Hugging Face tokenizer that are needed to render and read messages."""
+    """The attributes and methods of a Hugging Face tokenizer that are needed to convert prompts, and to render and read
+    messages."""
 
     chat_template: str | None
     all_special_ids: list[int]
 
     def __hash__(self) -> int:
         """Return a hash of the object's identity, so that a tokenizer can be a key of a cache."""
-        ...
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
-        ...
 
     def get_vocab(self) -> dict[str, int]:
         """Return the id of every token, by the token's text."""
-        ...
 
     def convert_tokens_to_ids(self, tokens: str) -> int:
         """Return the id of the token with this text."""
-        ...
 
     def apply_chat_template(
         self,
@@ -60,7 +56,6 @@ class Tokenizer(Protocol):
         add_generation_prompt: bool,
     ) -> str:
         """Return the conversation as the text that the model reads."""
-        ...
 
 
 class Renderer:

@@ -80,16 +80,23 @@ def timeout_cause(timeout_s: float | None) -> str:
     return f"env_timeout: not over after env.timeout_s={timeout_s} s"
 
 
-def _ignore(_: TokenChunk) -> None:
-    """Ignore a chunk: the default of ``on_part``."""
+def make_sampled_turn(chunks: Sequence[TokenChunk], *, author: str, parent: int, untrained: str = "") -> Turn:
+    """Return the turn that ``author`` sampled after the turn ``parent``, with the tokens of ``chunks``. It carries no
+    loss if ``untrained`` says why, or if its end has not arrived."""
+    routings = (chunk.prompt_routing for chunk in chunks if chunk.prompt_routing is not None)
+    stop_reason = chunks[-1].stop_reason if chunks else None
+    return Turn(
+        author=author,
+        tokens=Tokens.concat([chunk.tokens for chunk in chunks]),
+        parent=parent,
+        stop_reason=stop_reason,
+        context_routing=next(routings, None),
+        untrained=untrained or ("" if stop_reason else CUT_OFF),
+    )
 
 
-def _ignore_turn(_: EpisodeKey, __: IntColumn, ___: Turn) -> None:
-    """Ignore a turn: the default of ``on_turn``."""
-
-
-def _ignore_note(_: str) -> None:
-    """Ignore a note: the default of ``note``."""
+def _ignore(*_: object) -> None:
+    """Do nothing: the default for callbacks."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -97,25 +104,10 @@ class EnginePolicy:
     """The :class:`~headrace.rollout.conversations.TurnSampler` of one episode: it samples turns from an engine and
     stores all turns of the episode."""
 
-    engine: TokenSource
-    """The engine of the policy under training."""
-    sampling: Sampling
-    """The sampling parameters of the run."""
-    run_seed: int
-    """The seed of the run, from which the seeds of all turns are derived."""
+    runner: EpisodeRunner
+    """The runner of the episode: its engine, sampling parameters, seed, agents and callbacks."""
     key: EpisodeKey
     """The group and the number of the episode."""
-    on_tokens: Callable[[int], None]
-    """Called with the number of tokens of each chunk as it arrives."""
-    on_part: Callable[[TokenChunk], None] = _ignore
-    """Called with every chunk of a turn as it arrives."""
-    on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
-    """Called with every completed turn and its prompt."""
-    agents: Agents = POLICY_ALONE
-    """The agents that may answer in the episode."""
-    sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A function that returns a context manager, which is entered while a turn is sampled. During that time the episode
-    waits for the engine and not for its environment."""
     partial_turns: dict[int, TokenChunk] = field(default_factory=dict)
     """The turns that were sampled before a restart of the process or in an earlier attempt, complete or not, by the
     number of the sampled turn."""
@@ -127,10 +119,15 @@ class EnginePolicy:
     """The reason that is recorded as ``lost`` if recorded tokens cannot be reused because the prompt of their turn has
     changed: ``crash`` after a restart of the process, ``env_retry`` in another attempt."""
 
+    @property
+    def sampling(self) -> Sampling:
+        """Return the sampling parameters of the run."""
+        return self.runner.sampling
+
     async def sample(self, request: TurnRequest) -> int:
         """Sample the turn that ``request`` describes, append it to ``turns``, and return its index. If the engine
         fails, the tokens that have arrived are appended as an unfinished turn."""
-        frozen = self.agents.frozen(request.author)
+        frozen = self.runner.agents.frozen(request.author)
         if frozen is not None:
             request = msgspec.structs.replace(request, untrained=FROZEN_AGENT)
         prompt = self._prompt_key(request)
@@ -139,26 +136,17 @@ class EnginePolicy:
         self._sampled[number] = empty
         parts: list[TokenChunk] = []
         try:
-            with self.sampling_turn():
+            with self.runner.sampling_turn():
                 await self._collect(parts, empty, request)
         finally:
-            routings = (part.prompt_routing for part in parts if part.prompt_routing is not None)
-            stop_reason = parts[-1].stop_reason if parts else None
-            turn = Turn(
-                author=request.author,
-                tokens=Tokens.concat([part.tokens for part in parts]),
-                parent=request.parent,
-                stop_reason=stop_reason,
-                context_routing=next(routings, None),
-                untrained=request.untrained or ("" if stop_reason else CUT_OFF),
-            )
+            turn = make_sampled_turn(parts, author=request.author, parent=request.parent, untrained=request.untrained)
             self.turns.append(turn)
             index = len(self.turns) - 1
             self._sampled[number] = msgspec.structs.replace(
                 empty, tokens=turn.tokens, stop_reason=turn.stop_reason, prompt_routing=turn.context_routing
             )
         if frozen is None:
-            self.on_turn(self.key, request.prompt_ids_T, turn)
+            self.runner.on_turn(self.key, request.prompt_ids_T, turn)
         return index
 
     async def _collect(self, parts: list[TokenChunk], empty: TokenChunk, request: TurnRequest) -> None:
@@ -184,10 +172,10 @@ class EnginePolicy:
     def _prompt_key(self, request: TurnRequest) -> str:
         """Return the string that identifies the turn among recorded turns: the digest of the prompt. The sampling
         parameters and the agent are appended where they differ from the policy's usual ones."""
-        suffix = f"{request.sampling.stop}" if request.sampling.stop != self.sampling.stop else ""
+        suffix = f"{request.sampling.stop}" if request.sampling.stop != self.runner.sampling.stop else ""
         if request.untrained:
             suffix += f"{request.sampling.temperature}/{request.sampling.top_p}/{request.sampling.top_k}"
-        if request.untrained == FROZEN_AGENT or self.agents.adapter(request.author):
+        if request.untrained == FROZEN_AGENT or self.runner.agents.adapter(request.author):
             suffix += f"/{request.author}"
         return request.digest + suffix
 
@@ -207,11 +195,11 @@ class EnginePolicy:
         """Yield the chunks of the turn that ``request`` describes: first the recorded tokens, then the chunks that the
         engine samples. ``empty`` is the chunk of this turn without tokens. The seed depends on its turn number, so that
         sampling continues with the same random draws after the same tokens."""
-        sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
+        runner = self.runner
+        sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(runner.run_seed, self.key, empty.turn))
         partial, lost = self.partial_turns.get(empty.turn), ""
-        options = RequestOptions(
-            session=make_session_name(self.run_seed, self.key), agent=self.agents.adapter(request.author)
-        )
+        session = make_session_name(runner.run_seed, self.key)
+        options = RequestOptions(session=session, agent=runner.agents.adapter(request.author))
         if partial is not None and partial.prompt != empty.prompt:
             partial, lost = None, self._restart_reason
         if partial is not None:
@@ -221,11 +209,11 @@ class EnginePolicy:
             if stop_reason is not None:
                 return
             options = msgspec.structs.replace(options, answer_ids_T=partial.tokens.ids_T)
-        frozen = self.agents.frozen(request.author)
+        frozen = runner.agents.frozen(request.author)
         if frozen is not None:
             no_columns = {"record_kept": False, "record_routing": False, "record_entropy": False}
             sampling = msgspec.structs.replace(sampling, **no_columns)
-        source = self.engine if frozen is None else frozen
+        source = runner.engine if frozen is None else frozen
         async for chunk in source.generate(request.prompt_ids_T, sampling, options):
             part = msgspec.structs.replace(
                 chunk,
@@ -236,8 +224,8 @@ class EnginePolicy:
                 prompt=empty.prompt,
             )
             lost = ""
-            self.on_tokens(len(chunk.tokens))
-            self.on_part(part)
+            runner.on_tokens(len(chunk.tokens))
+            runner.on_part(part)
             yield part
 
 
@@ -258,9 +246,9 @@ class EpisodeRunner:
     """Called with the number of tokens of each chunk as it arrives."""
     on_part: Callable[[TokenChunk], None] = _ignore
     """Called with every chunk of a turn as it arrives."""
-    on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore_turn
+    on_turn: Callable[[EpisodeKey, IntColumn, Turn], None] = _ignore
     """Called with every completed turn and its prompt."""
-    note: Callable[[str], None] = _ignore_note
+    note: Callable[[str], None] = _ignore
     """Called with a short description of each event that is unusual but not an error; equal descriptions are
     counted."""
     agents: Agents = POLICY_ALONE
@@ -293,18 +281,7 @@ class EpisodeRunner:
         If the engine refuses a request, an attempt takes too long, or the environment raises an exception, only this
         episode fails. An error of the run itself, such as the death of a component, is raised to the caller.
         """
-        policy = EnginePolicy(
-            engine=self.engine,
-            sampling=self.sampling,
-            run_seed=self.run_seed,
-            key=key,
-            on_tokens=self.on_tokens,
-            on_part=self.on_part,
-            on_turn=self.on_turn,
-            agents=self.agents,
-            sampling_turn=self.sampling_turn,
-            partial_turns={part.turn: part for part in partial_turns},
-        )
+        policy = EnginePolicy(runner=self, key=key, partial_turns={part.turn: part for part in partial_turns})
         withdrawal = withdrawal or Withdrawal()
         episode = await self._attempt(policy, task, withdrawal)
         for _ in range(self.retries):

@@ -15,14 +15,13 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import RequestOptions, SiblingRequest, SiblingSource
-from headrace.rollout.agents import Agents
 from headrace.rollout.environments.base import SingleTurn
 from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import (
-    CUT_OFF,
     EpisodeRunner,
     cause_of_refusal,
     episode_seed,
+    make_sampled_turn,
     make_session_name,
     timeout_cause,
 )
@@ -46,17 +45,7 @@ class _Answer:
 
     def turns(self, prompt: Turn) -> list[Turn]:
         """Return the two turns of the answer's episode: ``prompt``, which comes from the task, and the answer."""
-        routings = (chunk.prompt_routing for chunk in self.chunks if chunk.prompt_routing is not None)
-        stop = self.chunks[-1].stop_reason if self.chunks else None
-        answer = Turn(
-            author=_AUTHOR,
-            tokens=Tokens.concat([chunk.tokens for chunk in self.chunks]),
-            parent=0,
-            stop_reason=stop,
-            context_routing=next(routings, None),
-            untrained="" if stop else CUT_OFF,
-        )
-        return [prompt, answer]
+        return [prompt, make_sampled_turn(self.chunks, author=_AUTHOR, parent=0)]
 
 
 class _RunningGroup:
@@ -94,7 +83,8 @@ class SiblingRunner:
         of its own. That is the case if their environment does more than sample one answer, if they may be attempted
         again, if the policy's weights are frozen, or if the engine does not support sibling requests."""
         is_single = isinstance(runner.env, SingleTurn) and not runner.retries
-        if not is_single or not isinstance(runner.engine, SiblingSource) or not _has_policy_engine(runner.agents):
+        is_frozen = runner.agents.frozen(_AUTHOR) is not None
+        if not is_single or is_frozen or not isinstance(runner.engine, SiblingSource):
             return None
         return cls(runner, runner.engine)
 
@@ -187,9 +177,3 @@ class SiblingRunner:
         cause = timeout_cause(self._runner.timeout_s)
         turns = answer.turns(group.prompt)
         return EpisodeGraph(key=answer.key, turns=turns, status=EpisodeStatus.FAILED, cause=cause)
-
-
-def _has_policy_engine(agents: Agents) -> bool:
-    """Return whether the answers of the policy are sampled by its own engine, and not by an engine with frozen
-    weights."""
-    return agents.frozen(_AUTHOR) is None

@@ -15,7 +15,7 @@ from headrace.base.config import Section, validate
 from headrace.base.config.addresses import LOOPBACK
 from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
-from headrace.base.plugins import Registry
+from headrace.base.plugins import Registry, make_class_check
 from headrace.base.types.weights import Interrupt
 from headrace.sync.base import Inbox, LearnerRank, Outbox
 
@@ -44,20 +44,6 @@ class TransportCost:
     """Whether the planner may propose this transport instead of the transport in the run file."""
 
 
-def _no_address(sync: SyncConfig, places: RunPlaces) -> str:
-    """Return an empty address, for a transport whose two sides exchange weights without a file or folder."""
-    return ""
-
-
-def _no_copies(sync: SyncConfig) -> int:
-    """Return 0: a transport without a file or folder keeps no versions there."""
-    return 0
-
-
-def _no_check(sync: SyncConfig) -> None:
-    """Accept all values of ``[sync]``, for a transport without a check of its own."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """The description of a transport of weights from the learner to the engines.
@@ -78,13 +64,13 @@ class Transport:
     """A function that opens the side of one rank of the learner, for a transport over which every rank sends the parts
     of the weights that it holds; all ranks call it together. ``None``: rank 0 gathers the weights and sends all of
     them."""
-    address: Callable[[SyncConfig, RunPlaces], str] = _no_address
+    address: Callable[[SyncConfig, RunPlaces], str] = lambda sync, places: ""
     """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: the file or folder
     that both sides use; empty if they use none."""
-    copies: Callable[[SyncConfig], int] = _no_copies
+    copies: Callable[[SyncConfig], int] = lambda sync: 0
     """A function that returns how many whole versions are stored at the ``address`` of the route, a file or a folder,
     at the same time; 0 if none are. A run with less disk space or memory there is refused before it starts."""
-    fallback: Callable[[SyncConfig, RunPlaces], str] = _no_address
+    fallback: Callable[[SyncConfig, RunPlaces], str] = lambda sync, places: ""
     """A function that returns the ``fallback`` of the run's route: a folder for versions that the transport cannot send
     otherwise; empty for a transport without a fallback."""
     one_machine: str = ""
@@ -93,7 +79,7 @@ class Transport:
     settings: Mapping[str, str] = field(default_factory=dict)
     """The settings of ``[sync]`` that this transport uses and others do not. The value is the end of the error for
     another transport: ``{"directory": "writes no files"}``."""
-    check: Callable[[SyncConfig], None] = _no_check
+    check: Callable[[SyncConfig], None] = lambda sync: None
     """A function that raises :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport
     cannot use."""
     options: type[Section] | None = None
@@ -133,16 +119,6 @@ def _unread_setting_error(sync: SyncConfig, name: str) -> ConfigError:
     )
 
 
-def _problem(registered: Any) -> str | None:
-    """Return why ``registered``, an object that a package registers as a transport, is none, as the end of a sentence;
-    ``None`` if it is a transport. The registry calls this."""
-    return (
-        None
-        if isinstance(registered, Transport)
-        else f"is a {type(registered).__name__}, not a headrace.sync.config.Transport"
-    )
-
-
 TRANSPORTS = Registry[Transport](
     group="headrace.transports",
     setting="sync.transport",
@@ -153,7 +129,7 @@ TRANSPORTS = Registry[Transport](
         "group": "headrace.sync.group:GROUP",
     },
     former={"collective": "group"},
-    check=_problem,
+    check=make_class_check(Transport),
 )
 """The registry behind ``sync.transport``. A module is imported when a run names its transport."""
 

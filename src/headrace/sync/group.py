@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.config.addresses import EVERYWHERE
-from headrace.base.errors import ConfigError, HeadraceError, NeedsFull, WeightsError
+from headrace.base.errors import ConfigError, HeadraceError, NeedsFull, WeightsError, first_line
 from headrace.base.types.weights import Manifest, WeightUpdate
 from headrace.sync.base import ALONE, LearnerRank, SendRequest, Sent
 from headrace.sync.codecs import delta
@@ -47,6 +47,7 @@ from headrace.sync.groups import (
     ReadBroadcasts,
     WrittenBroadcasts,
     gloo_group,
+    serve_store,
     torch_distributed,
 )
 from headrace.sync.manifest import private_memory
@@ -197,7 +198,7 @@ class GroupOutbox:
                 remedy="look at the engine's log",
             ) from None
         except (RuntimeError, OSError) as error:  # the receivers have left or did not join; they report it themselves
-            self._transfer, self._last_failure = None, _first_line(error)
+            self._transfer, self._last_failure = None, first_line(error)
             return False
         return True
 
@@ -280,7 +281,7 @@ class GroupOutbox:
         except RuntimeError as error:
             raise WeightsError(
                 f"version {version} cannot be sent: rank {self._rank.index} of the learner did not hear from the "
-                f"others for {wait_s:g} s ({_first_line(error)})",
+                f"others for {wait_s:g} s ({first_line(error)})",
                 remedy="look at the logs of the learner's ranks",
             ) from None
 
@@ -360,7 +361,7 @@ class GroupInbox:
         except (RuntimeError, OSError) as error:  # ``OSError``: the learner's address is unreachable
             raise NeedsFull(
                 f"version {update.version} ({update.manifest.total_bytes} bytes) did not arrive within "
-                f"{self._deadline_s:g} s of silence: {_first_line(error)}",
+                f"{self._deadline_s:g} s of silence: {first_line(error)}",
                 remedy="look at the learner's log: it may have ended; raise sync.deadline_s on a slow network",
             ) from None
 
@@ -507,22 +508,12 @@ def _open_store(host: str, deadline_s: float) -> Any:
     """Open the store of a run at a free port of ``host``, and return it; its calls wait for at most ``deadline_s``
     seconds. Raises :class:`~headrace.base.errors.ConfigError` if this machine cannot listen there."""
     try:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return serve_store(host, timedelta(seconds=2 * deadline_s))
     except OSError as error:
         raise ConfigError(
             f"sync.host={host!r}: the learner cannot listen there: {error}",
             remedy="name the address of one interface of the learner's machine",
         ) from None
-    port = listener.getsockname()[1]
-    return torch_distributed.TCPStore(
-        host,
-        port,
-        None,
-        True,
-        timedelta(seconds=2 * deadline_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _connect(host: str, port: int, deadline_s: float) -> Any:
@@ -553,11 +544,6 @@ def _silence_s(route: Route) -> float:
     return route.silence_s or route.deadline_s
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
-    return str(error).partition("\n")[0]
-
-
 def _check(sync: SyncConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a host to which no process can connect."""
     if sync.host in EVERYWHERE:
@@ -567,14 +553,9 @@ def _check(sync: SyncConfig) -> None:
         )
 
 
-def _open_rank(route: Route, rank: LearnerRank) -> GroupOutbox:
-    """Open the side of one rank of the learner; all ranks call this together."""
-    return GroupOutbox(route, rank)
-
-
 GROUP = Transport(
-    open_outbox=lambda route, token: _open_rank(route, ALONE),
-    open_rank_outbox=_open_rank,
+    open_outbox=lambda route, token: GroupOutbox(route, ALONE),
+    open_rank_outbox=GroupOutbox,
     open_inbox=lambda route, token, limit_bytes: GroupInbox(route),
     fallback=folder_of_run,
     settings={"host": "opens no port", "directory": "writes no files", "network_gb_s": "uses no network"},

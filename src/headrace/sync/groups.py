@@ -4,6 +4,7 @@ sender."""
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +20,21 @@ from headrace.sync.files import fill
 
 torch_distributed: Any = dist
 """The module ``torch.distributed``, untyped: much of it is missing in torch's stubs."""
+
+
+def listen_at(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of ``host``."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def serve_store(host: str, deadline: timedelta) -> Any:
+    """Open and return a store of torch.distributed at a free port of ``host``; its calls wait for at most
+    ``deadline``. Raises ``OSError`` if this machine cannot listen there."""
+    listener = listen_at(host)
+    port = listener.getsockname()[1]
+    return torch_distributed.TCPStore(
+        host, port, None, True, deadline, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class Broadcasts(ABC):

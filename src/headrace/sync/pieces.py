@@ -12,11 +12,12 @@ so messages contain no positions.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 import xxhash
+from msgspec import structs
 from torch import Tensor
 
 from headrace.base.errors import ConfigError, WeightsError
@@ -232,20 +233,12 @@ def _blocks(layout: RankLayout, max_bytes: int) -> Iterator[_Block]:
 def _bucket(blocks: list[_Block]) -> Bucket:
     """Return the bucket that consists of ``blocks``, which follow each other in the bytes of their rank."""
     start = blocks[0].entry.offset_bytes
-    shifted = tuple(_Block(name=block.name, entry=_shift(block.entry, -start), starts=block.starts) for block in blocks)
+    shifted = tuple(
+        replace(block, entry=structs.replace(block.entry, offset_bytes=block.entry.offset_bytes - start))
+        for block in blocks
+    )
     last = shifted[-1].entry
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=shifted)
-
-
-def _shift(entry: TensorEntry, num_bytes: int) -> TensorEntry:
-    """Return a copy of ``entry`` whose offset is larger by ``num_bytes``."""
-    return TensorEntry(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=entry.shape,
-        offset_bytes=entry.offset_bytes + num_bytes,
-        num_bytes=entry.num_bytes,
-    )
 
 
 def _dtype(name: str) -> torch.dtype:

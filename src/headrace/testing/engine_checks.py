@@ -15,7 +15,7 @@ import torch
 
 from headrace.base.errors import WeightsError
 from headrace.base.types.episode import StopReason
-from headrace.base.types.messages.engine import ForkRequest, GenerateRequest, ScoreTokens, StaleFork
+from headrace.base.types.messages.engine import ForkRequest, ScoreTokens, StaleFork
 from headrace.base.types.recorded import Experts
 from headrace.base.types.versions import oldest
 from headrace.base.types.weights import Interrupt
@@ -63,11 +63,6 @@ def check_truncated_sampling(rig: Rig) -> None:
         assert np.asarray(output.logprobs).sum() > whole_logprobs.sum() + CLOSE, (
             "nothing was cut off, or not renormalised"
         )
-
-
-def check_truncation_is_refused(rig: Rig) -> None:
-    """Check that an engine without truncated sampling refuses a request with top-k, with an error that names it."""
-    rig.assert_request_refused("top_k", top_k=3)
 
 
 def check_greedy_sampling(rig: Rig) -> None:
@@ -127,12 +122,8 @@ def check_cancellation(rig: Rig) -> None:
 
 def check_deadline(rig: Rig) -> None:
     """Check that a request ends at its deadline with the tokens sampled so far."""
-    request = rig.request([3, 4], max_new_tokens=400)
-    late = GenerateRequest(
-        request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, deadline_s=0.01
-    )  # fmt: skip  # no engine samples 400 tokens one after the other in that time
-    rig.core.add(late)
-    (output,) = rig.finish(rig.collect(late))
+    # no engine samples 400 tokens one after the other in that time
+    (output,) = rig.finish(rig.add([3, 4], max_new_tokens=400, deadline_s=0.01))
     assert output.reason is StopReason.DEADLINE
     assert len(output.ids) < 400
 
@@ -140,15 +131,7 @@ def check_deadline(rig: Rig) -> None:
 def check_continuation(rig: Rig) -> None:
     """Check that a request continues after the answer tokens that it contains. These tokens count towards the length
     limit and are not returned again."""
-    request = rig.request([3, 4], max_new_tokens=20)
-    continued = GenerateRequest(
-        request_id=request.request_id,
-        prompt_ids_T=request.prompt_ids_T,
-        sampling=request.sampling,
-        answer_ids_T=np.array([5, 6, 7], np.int32),
-    )
-    rig.core.add(continued)
-    (output,) = rig.finish(rig.collect(continued))
+    (output,) = rig.finish(rig.add([3, 4], max_new_tokens=20, answer_ids_T=np.array([5, 6, 7], np.int32)))
     assert len(output.ids) == 17, "the limit counts what was there, and that does not come again"
     output.prompt += [5, 6, 7]
     assert_close(output.logprobs, rig.reference_logprobs(rig.version, output))
@@ -351,30 +334,12 @@ def check_pinning(rig: Rig) -> None:
     are committed while it runs."""
     old = rig.version
     rig.stage()
-    request = rig.request([3, 4], max_new_tokens=LONGER)
-    pinned = GenerateRequest(
-        request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, pinned=True
-    )  # fmt: skip
-    rig.core.add(pinned)
-    number = rig.collect(pinned)
+    number = rig.add([3, 4], max_new_tokens=LONGER, pinned=True)
     rig.run_until(lambda: bool(rig.outputs[number].ids))
     rig.core.commit(rig.version, Interrupt.INFLIGHT)
     rig.wait_for_swap()
     (output,) = rig.finish(number)
     assert set(output.versions) == {old}
-
-
-def check_pinning_is_refused(rig: Rig) -> None:
-    """Check that an engine without support for pinned requests refuses a pinned request, with an error that says so."""
-    request = rig.request([3, 4])
-    assert_refused(
-        lambda: rig.core.add(
-            GenerateRequest(
-                request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, pinned=True
-            )
-        ),
-        "pinned",
-    )
 
 
 def check_seeds(rig: Rig) -> None:
@@ -407,9 +372,7 @@ AGENT = "solver"
 def check_adapters(rig: Rig) -> None:
     """Check an engine that receives only adapters (LoRA): commits of several versions while sequences run, and the
     logprobs of sampled and of given tokens. This must be the first check on a rig."""
-    check_first_weights(rig)
-    for mode in sorted(rig.capabilities.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
-        check_interrupt(rig, mode)
+    check_mixtures(rig)
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
     scored = rig.core.score(ScoreTokens(call=0, ids_T=np.array(output.prompt + output.ids, np.int32)))
     assert_close(scored[3:], rig.reference_logprobs(rig.version, output))

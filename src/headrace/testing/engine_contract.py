@@ -109,7 +109,7 @@ CLAUSES: tuple[Clause, ...] = (
         name="the same under top-k, top-p, min-p",
         check=checks.check_truncated_sampling,
         is_required=lambda can: can.truncates,
-        check_refusal=checks.check_truncation_is_refused,
+        check_refusal=lambda rig: rig.assert_request_refused("top_k", top_k=3),
     ),
     Clause(name="temperature 0 takes the likeliest token", check=checks.check_greedy_sampling),
     Clause(name="a stop id ends an answer, and is kept", check=checks.check_stop_ids),
@@ -158,7 +158,7 @@ CLAUSES: tuple[Clause, ...] = (
         name="keeps a sequence under its weights",
         check=checks.check_pinning,
         is_required=lambda can: can.pins,
-        check_refusal=checks.check_pinning_is_refused,
+        check_refusal=lambda rig: rig.assert_request_refused("pinned", pinned=True),
     ),
     Clause(name="a seed fixes the draws", check=checks.check_seeds, is_required=lambda can: can.seeds),
     Clause(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -21,7 +21,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import HeadraceError
 from headrace.base.types.columns import FloatColumn
 from headrace.base.types.episode import StopReason, TokenChunk
-from headrace.base.types.messages.engine import ForkRequest, GenerateRequest
+from headrace.base.types.messages.engine import GenerateRequest, RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine import EngineConfig
@@ -112,30 +112,23 @@ class Rig:
     num_requests: int = 0
     """Number of requests made so far."""
 
-    def add(
-        self, prompt: Sequence[int], *, fork: ForkRequest | None = None, agent: str = "", **sampling: object
-    ) -> int:
+    def add(self, prompt: Sequence[int], **settings: Any) -> int:
         """Add a request for an answer to the token ids ``prompt`` to the engine, and return the number of the request,
-        which is the key of its output in :attr:`outputs`. ``fork`` continues an earlier answer, ``agent`` selects an
-        agent's adapter (empty: the policy), and ``sampling`` are fields of the sampling parameters."""
-        request = self.request(prompt, **sampling)
-        self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
-        return self.collect(request)
-
-    def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-        """Return a new request for an answer to the token ids ``prompt``, without adding it to the engine. ``sampling``
-        are fields of the sampling parameters; by default, an answer has at most 12 tokens, and every request has a
-        different seed."""
-        self.num_requests += 1
-        parameters = Sampling(**{"max_new_tokens": 12, "seed": self.num_requests, **sampling})  # type: ignore[arg-type]
-        return GenerateRequest(
-            request_id=self.num_requests, prompt_ids_T=np.array(prompt, np.int32), sampling=parameters
-        )  # fmt: skip
-
-    def collect(self, request: GenerateRequest) -> int:
-        """Create the output of ``request``, which was added to the engine, and return the number of the request."""
+        which is the key of its output in :attr:`outputs`. ``settings`` are those of :meth:`request`."""
+        request = self.request(prompt, **settings)
+        self.core.add(request)
         self.outputs[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
+
+    def request(self, prompt: Sequence[int], **settings: Any) -> GenerateRequest:
+        """Return a new request for an answer to the token ids ``prompt``, without adding it to the engine. ``settings``
+        are options of the request and fields of the sampling parameters; by default, an answer has at most 12 tokens,
+        and every request has a different seed."""
+        self.num_requests += 1
+        options = {name: settings.pop(name) for name in RequestOptions.__struct_fields__ if name in settings}
+        sampling = Sampling(**{"max_new_tokens": 12, "seed": self.num_requests, **settings})
+        prompt_ids_T = np.array(prompt, np.int32)
+        return GenerateRequest(request_id=self.num_requests, prompt_ids_T=prompt_ids_T, sampling=sampling, **options)
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         """Step the engine and collect its chunks until ``reached()`` is true. Raises ``AssertionError`` after
@@ -217,10 +210,10 @@ class Rig:
         column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(output.ids)[:, None])[:, 0].float().numpy()
         return column_T
 
-    def assert_request_refused(self, words: str, **sampling: object) -> None:
+    def assert_request_refused(self, words: str, **settings: Any) -> None:
         """Assert that a request with the sampling parameters ``sampling`` is refused with an error that contains
         ``words``."""
-        request = self.request([3, 4], **sampling)
+        request = self.request([3, 4], **settings)
         assert_refused(lambda: self.core.add(request), words)
 
 

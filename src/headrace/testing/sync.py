@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import NeedsFull, WeightsError
-from headrace.base.types.weights import Manifest, WeightUpdate
+from headrace.base.types.weights import WeightUpdate
 from headrace.sync.base import Codec, Inbox, Phase
 from headrace.sync.codecs import get_codec
 from headrace.sync.config import TRANSPORTS, Route
@@ -250,9 +251,9 @@ def check_old_versions_are_refused(pair: Pair) -> None:
     accepted afterwards."""
     pair.transfer()
     pair.version -= 1
-    _assert_refused(
-        pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}"
-    )
+    update = pair.publish()
+    words = f"version {pair.version} is not newer than the committed version {pair.version}"
+    _assert_refused(partial(pair.receiver.stage, update), words)
     assert pair.receiver.phase is Phase.REFUSED
     pair.version += 1
     expected = pair.learn()
@@ -262,11 +263,11 @@ def check_old_versions_are_refused(pair: Pair) -> None:
 
 def check_only_staged_versions_are_committed(pair: Pair) -> None:
     """Check that neither a version that is not staged nor a version that is already in use can be committed."""
-    _assert_commit_refused(pair, 0, "nothing is staged")
+    _assert_refused(partial(pair.receiver.commit, 0), "nothing is staged")
     pair.stage(pair.publish())
-    _assert_commit_refused(pair, 1, "commit of version 1, but version 0 is staged")
+    _assert_refused(partial(pair.receiver.commit, 1), "commit of version 1, but version 0 is staged")
     pair.receiver.commit(0)
-    _assert_commit_refused(pair, 0, "nothing is staged")
+    _assert_refused(partial(pair.receiver.commit, 0), "nothing is staged")
 
 
 def check_flipped_bit_is_refused_and_repaired(pair: Pair) -> None:
@@ -276,10 +277,10 @@ def check_flipped_bit_is_refused_and_repaired(pair: Pair) -> None:
         before = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
         update, pair.inbox.flip_next = pair.publish(), True
-        _assert_refused(pair, update, "")
+        _assert_refused(partial(pair.receiver.stage, update))
         assert pair.receiver.phase is Phase.NEEDS_FULL
         assert are_equal(pair.engine, before)
-        _assert_commit_refused(pair, pair.version, "nothing is staged")
+        _assert_refused(partial(pair.receiver.commit, pair.version), "nothing is staged")
         pair.receiver.stage(pair.resend())
         pair.receiver.commit(pair.version)
         assert are_equal(pair.engine, expected)
@@ -291,7 +292,7 @@ def check_no_difference_after_a_failure(pair: Pair) -> None:
     pair.transfer()
     pair.learn()
     update, pair.inbox.flip_next = pair.publish(), True
-    _assert_refused(pair, update, "")
+    _assert_refused(partial(pair.receiver.stage, update))
     for whole in (pair.codec.differences, False):
         expected = pair.learn()
         assert pair.stage(pair.publish()) is whole
@@ -308,9 +309,11 @@ def check_model_differences_are_listed(pair: Pair) -> None:
     other["lora_A.wide"] = torch.zeros(2, 2)
     del other["lora_B.scale"]
     route = msgspec.structs.replace(pair.route, address=f"{pair.route.address}-other")
-    update = WeightUpdate(version=0, slot=0, path="", manifest=_manifest(route, other), checksums=())
+    publisher = make_publisher(route, other, TOKEN)
+    publisher.close()
+    update = WeightUpdate(version=0, slot=0, path="", manifest=publisher.manifest, checksums=())
     lines = ("lora_B.more: not a tensor", "lora_A.shift: int32[3]", "lora_A.wide:", "lora_B.scale: missing")
-    _assert_refused(pair, update, *lines)
+    _assert_refused(partial(pair.receiver.stage, update), *lines)
     pair.transfer()
 
 
@@ -381,32 +384,14 @@ def _weights(rng: np.random.Generator) -> Weights:
     }
 
 
-def _manifest(route: Route, weights: Weights) -> Manifest:
-    """Return the manifest (names, shapes, dtypes and offsets of all tensors) that a learner with the tensors
-    ``weights`` announces over ``route``."""
-    publisher = make_publisher(route, weights, TOKEN)
-    publisher.close()
-    return publisher.manifest
-
-
-def _assert_refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
-    """Assert that the receiver refuses to stage ``update``, with an error that contains all of ``words``."""
+def _assert_refused(act: Callable[[], object], *words: str) -> None:
+    """Assert that ``act``, which stages or commits a version, is refused with an error that contains all of
+    ``words``."""
     problem = None
     try:
-        pair.receiver.stage(update)
+        act()
     except WeightsError as refusal:
         problem = refusal.problem
-    assert problem is not None, f"version {update.version} was taken"
+    assert problem is not None, f"{act} was not refused"
     missing = [word for word in words if word not in problem]
     assert not missing, f"{missing} not in: {problem}"
-
-
-def _assert_commit_refused(pair: Pair, version: int, words: str) -> None:
-    """Assert that the receiver refuses to commit ``version``, with an error that contains ``words``."""
-    problem = None
-    try:
-        pair.receiver.commit(version)
-    except WeightsError as refusal:
-        problem = refusal.problem
-    assert problem is not None, f"version {version} was committed"
-    assert words in problem, problem

@@ -42,16 +42,10 @@ def is_setting(key: str) -> bool:
 
 
 @pytest.mark.parametrize("rule", EVERY, ids=lambda rule: rule.reason[:40])
-def test_the_keys_of_a_rule_are_settings_that_its_words_name(rule: SettingsRule[Any]) -> None:
-    assert [key for key in rule.keys if not is_setting(key)] == []
+def test_the_words_of_a_rule_name_settings(rule: SettingsRule[Any]) -> None:
     for name in re.findall(r"\{(\w+\.[\w.]+)[^}]*\}", rule.reason + rule.remedy):
         section, key, *_ = name.split(".")
         assert section == "reward" or is_setting(f"{section}.{key.partition('[')[0]}"), name
-
-
-@pytest.mark.parametrize("rule", SETTINGS, ids=lambda rule: rule.reason[:40])
-def test_a_rule_that_settings_alone_decide_compares_several_sections(rule: SettingsRule[Any]) -> None:
-    assert len({key.partition(".")[0] for key in rule.keys}) > 1, "a validator in the class of the section says it"
 
 
 def test_loading_goes_through_the_table_once_and_a_broken_rule_says_reason_and_remedy(
@@ -64,7 +58,6 @@ def test_loading_goes_through_the_table_once_and_a_broken_rule_says_reason_and_r
         return config.run.steps > 5 and {"most": 5}
 
     rule: SettingsRule[RunConfig] = SettingsRule(
-        keys=("run.steps", "flow.max_age"),
         broken=broken,
         reason="run.steps={run.steps} with flow.max_age={flow.max_age}",
         remedy="set run.steps <= {most}",

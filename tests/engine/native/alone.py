@@ -16,7 +16,7 @@ from torch import nn
 
 from headrace.base.types.episode import StopReason
 from headrace.base.types.sampling import Sampling
-from headrace.engine.native.sampler import seed_keys, uniforms
+from headrace.engine.native.sampler import splitmix, uniforms
 
 Floats = npt.NDArray[np.float64]
 
@@ -98,7 +98,7 @@ def sample_alone(model: nn.Module, sampling: Sampling, known_ids: Sequence[int],
 def _draw(chances_V: Floats, sampling: Sampling, position: int) -> int:
     if sampling.temperature == 0:
         return int(chances_V.argmax())
-    uniform = uniforms(seed_keys(np.array([sampling.seed % 2**64], np.uint64)), np.array([position]))[0]
+    uniform = uniforms(splitmix(np.array([sampling.seed % 2**64], np.uint64)), np.array([position]))[0]
     return min(int(np.searchsorted(chances_V.cumsum(), uniform, side="right")), int(np.flatnonzero(chances_V)[-1]))
 
 

@@ -15,7 +15,7 @@ from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine
-from headrace.engine.native.sampler import seed_keys, uniforms
+from headrace.engine.native.sampler import splitmix, uniforms
 from headrace.models import ModelConfig, load_model
 from headrace.models.heads import wanted_head
 from headrace.models.weights import weight_tensors
@@ -131,7 +131,7 @@ def alone(model: torch.nn.Module, asked: GenerateRequest) -> list[int]:
             continue
         cdf_V = (logits_V / sampling.temperature).softmax(-1).cumsum(-1).numpy()
         position = np.array([len(ids) + len(sampled)])
-        uniform = uniforms(seed_keys(np.array([sampling.seed % 2**64], np.uint64)), position)[0]
+        uniform = uniforms(splitmix(np.array([sampling.seed % 2**64], np.uint64)), position)[0]
         sampled.append(int(np.searchsorted(cdf_V, uniform, side="right")))
     return sampled
 

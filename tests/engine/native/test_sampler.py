@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.engine.native.sampler import sample, seed_keys, uniforms
+from headrace.engine.native.sampler import sample, splitmix, uniforms
 
 LOGITS = st.lists(st.floats(-30, 30) | st.just(-float("inf")), min_size=1, max_size=30).filter(
     lambda row: max(row) > -float("inf")
@@ -63,12 +63,12 @@ def test_uniforms_are_the_published_splitmix64() -> None:
 
 
 def test_any_integer_is_a_seed() -> None:
-    keys = seed_keys(np.array([seed % 2**64 for seed in (0, 1, -1, 2**63, 2**64 - 2, 10**30)], np.uint64))
+    keys = splitmix(np.array([seed % 2**64 for seed in (0, 1, -1, 2**63, 2**64 - 2, 10**30)], np.uint64))
     assert len(np.unique(keys)) == len(keys)
 
 
 def test_uniforms_of_neighbouring_seeds_and_positions_are_unrelated() -> None:
-    keys = seed_keys(np.arange(300, dtype=np.uint64))
+    keys = splitmix(np.arange(300, dtype=np.uint64))
     grid = uniforms(np.repeat(keys, 300), np.tile(np.arange(300), 300)).reshape(300, 300)
     assert len(np.unique(grid)) == grid.size
     counts = np.histogram(grid, bins=20, range=(0, 1))[0]

@@ -16,7 +16,7 @@ from headrace.base.types.recorded import KeptSets
 from headrace.base.types.sampling import Sampling
 from headrace.engine.native.checks import sampling_problem as problem
 from headrace.engine.native.controls import Controls
-from headrace.engine.native.sampler import Draw, TruncationLimits, find_support, seed_keys, uniforms
+from headrace.engine.native.sampler import Draw, TruncationLimits, find_support, splitmix, uniforms
 from tests.engine.native.alone import Floats, probabilities
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_every_row_is_drawn_from_its_own_distribution(
             answers[row].append(token)
             assert expected_V[token] > 0
             np.testing.assert_allclose(drawn.logprobs_R[row], np.log(expected_V[token]), atol=2e-5)
-            uniform = uniforms(seed_keys(np.array([sampling.seed % 2**64], np.uint64)), np.array([position]))[0]
+            uniform = uniforms(splitmix(np.array([sampling.seed % 2**64], np.uint64)), np.array([position]))[0]
             assert expected_V[:token].sum() - 1e-6 <= uniform <= expected_V[: token + 1].sum() + 1e-6 or not uniform
             recorded = sampling.record_kept and (sampling.truncated or sampling.temperature == 0)
             assert span(drawn, row) == (np.flatnonzero(expected_V).tolist() if recorded else [])

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from headrace.base.types.sampling import Sampling
 from headrace.engine.native.stops import Stops
 
 Decode = Callable[[list[int]], str]
@@ -68,8 +69,13 @@ def naive(decode: Decode, ids: Sequence[int], strings: Sequence[str]) -> int | N
     return None
 
 
+def add(stops: Stops, row: int, strings: Sequence[str], answer_ids: Sequence[int] = ()) -> None:
+    sampling = Sampling(max_new_tokens=1, stop=tuple(strings))
+    stops.add(row, sampling, np.zeros(0, np.int32), np.array(answer_ids, np.int32))
+
+
 def first_stop(stops: Stops, ids: Sequence[int], strings: Sequence[str]) -> int | None:
-    stops.add(0, strings)
+    add(stops, 0, strings)
     return next((place for place, token in enumerate(ids) if stops.push(0, token)), None)
 
 
@@ -102,7 +108,7 @@ def test_a_string_longer_than_the_window_is_found(text: str, start: int, length:
 
 def test_an_incomplete_character_is_not_final() -> None:
     stops = Stops(decode_of(BYTES))
-    stops.add(0, ["a\ufffd", "é"])
+    add(stops, 0, ["a\ufffd", "é"])
     assert [stops.push(0, byte) for byte in "aé".encode()] == [False, False, True]
 
 
@@ -115,7 +121,7 @@ def test_long_runs_of_invalid_bytes_do_not_make_the_window_grow() -> None:
         return str(BYTES.decode(ids))
 
     stops = Stops(decode)
-    stops.add(0, ["ab"])
+    add(stops, 0, ["ab"])
     ids = [0x80] * 300 + [0xE2] * 300 + [*b"ab"]
     assert [stops.push(0, token) for token in ids].index(True) == len(ids) - 1
     assert longest <= 30
@@ -130,7 +136,7 @@ def test_tokens_without_text_do_not_make_the_window_grow_or_lose_a_space() -> No
         return "".join({7: "", 8: " a", 9: "b"}[token] for token in ids).removeprefix(" ")
 
     stops = Stops(decode)
-    stops.add(0, ["b a"])
+    add(stops, 0, ["b a"])
     ids = [9] + [7] * 300 + [8]
     assert [stops.push(0, token) for token in ids].index(True) == len(ids) - 1
     assert longest <= 3
@@ -147,27 +153,27 @@ def test_rows_without_strings_are_never_decoded() -> None:
         raise AssertionError(f"decoded {ids}")
 
     stops = Stops(decode)
-    stops.add(0, ())
+    add(stops, 0, ())
     assert not stops.push(0, 5)
 
 
 def test_rows_take_their_text_along_when_they_move_and_leave_none_behind() -> None:
     stops = Stops(lambda ids: "".join(map(chr, ids)))
     for row, string in enumerate(("xy", "zw", "xy")):
-        stops.add(row, [string])
+        add(stops, row, [string])
     assert [stops.push(row, token) for row, token in enumerate(b"xzx")] == [False, False, False]
     stops.move(np.array([2]), np.array([0]), 2)
     assert [stops.push(row, token) for row, token in enumerate(b"yy")] == [True, False]
-    stops.add(1, ())
+    add(stops, 1, ())
     assert not stops.push(1, ord("w"))
-    stops.add(1, ["zw"], [ord("z")])
+    add(stops, 1, ["zw"], [ord("z")])
     assert stops.push(1, ord("w"))
 
 
 def test_a_row_that_leaves_last_takes_its_strings_with_it() -> None:
     stops = Stops(lambda ids: "".join(map(chr, ids)))
-    stops.add(0, ["x"])
-    stops.add(1, ["x"])
+    add(stops, 0, ["x"])
+    add(stops, 1, ["x"])
     nobody = np.zeros(0, np.int64)
     stops.move(nobody, nobody, 1)
     assert not stops.push(1, ord("x"))

@@ -7,7 +7,7 @@ import itertools
 import tempfile
 import textwrap
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -131,7 +131,7 @@ async def running_pool(
         )
         try:
             async with (
-                listen_for_machines(order, site) as listener,
+                listen_for_machines(order, site) if join else nullcontext() as listener,
                 _at_work(pool, listener, start, start_worker) as keeping,
             ):
                 yield RunningPool(

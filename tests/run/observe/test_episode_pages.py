@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from headrace.base.errors import ConfigError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, Turn
 from headrace.base.types.tokens import Tokens
-from headrace.run.observe.pages import Figure, PageInputs, PageWriter
+from headrace.control.evaluation import IntervalEstimate
+from headrace.run.observe.pages import PageInputs, PageWriter
 from headrace.run.observe.pages.episode import make_episode_page
 
 KEY = EpisodeKey(0, 0)
@@ -138,7 +139,10 @@ def test_a_book_has_a_line_for_each_attempt_a_page_for_the_first_ones_and_an_ind
             for attempt in range(2):
                 turns = (given_turn("q", None), sampled("a", 0))
                 await book.keep(episode(*turns, key=EpisodeKey(task, attempt)))
-        figures = [Figure(name="pass@2", value=0.75, low=0.5, high=0.9), Figure(name="avg@2", value=-0.5)]
+        figures = {
+            "pass@2": IntervalEstimate(value=0.75, low=0.5, high=0.9),
+            "avg@2": IntervalEstimate(value=-0.5, low=None, high=None),
+        }
         book.finish("<model>", figures, ["one <b>failed</b>"])
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
 from headrace.control.observer import Observers
-from headrace.run.observe import JsonlWriter, Recorder, read_jsonl, read_steps
+from headrace.run.observe.jsonl import JsonlWriter, Recorder, read_jsonl, read_steps
 
 SPANS = [Span(lane="engine", name=f"générate {i}", start_s=i, end_s=i + 0.5, step=i) for i in range(4)]
 
@@ -50,7 +50,7 @@ def test_spans_wait_for_the_end_of_a_step_or_the_next_look_at_the_run(tmp_path: 
     trace = tmp_path / "trace.jsonl"
     with Recorder(tmp_path) as recorder:
         observers = Observers([recorder])
-        observers.span(SPANS[0])
+        observers.spans(SPANS[:1])
         assert read_jsonl(trace, Span) == []
         observers.step(step(0))
         assert read_jsonl(trace, Span) == SPANS[:1]
@@ -60,7 +60,7 @@ def test_spans_wait_for_the_end_of_a_step_or_the_next_look_at_the_run(tmp_path: 
         assert msgspec.json.decode((tmp_path / "live.json").read_bytes(), type=LiveState).verdict == "balanced"
         observers.spans(SPANS * 1024)
         assert len(read_jsonl(trace, Span)) == 2 + 4096
-        observers.span(SPANS[3])
+        observers.spans(SPANS[3:4])
         observers.flush()
         assert len(read_jsonl(trace, Span)) == 3 + 4096
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headrace.run.observe import age_histogram, commit_gap_ms, summarize_steps
+from headrace.run.observe.summary import age_histogram, commit_gap_ms, summarize_steps
 from tests.run.observe.synthetic import step_record
 
 

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from headrace.base.errors import visible
 from headrace.base.types.observation import Account, Event, LiveState, QueueCounts, Wait
-from headrace.run.observe import LiveView, PlainView, judge, open_view
-from headrace.run.observe.terminal import draw
+from headrace.run.observe.terminal import LiveView, PlainView, draw, open_view
+from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import duration, sparkline
 from tests.run.observe.synthetic import step_record
 

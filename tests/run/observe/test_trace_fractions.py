@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.trace import Span
-from headrace.run.observe import busy_frac, idle_frac, make_span_account
-from headrace.run.observe.trace import complement, intersection, seconds, union
+from headrace.run.observe.trace import complement, intersection, make_span_account, seconds, union
 
 moments = st.integers(0, 40)
 intervals = st.lists(st.tuples(moments, moments).map(lambda pair: (min(pair), max(pair))), max_size=12)
@@ -32,17 +31,16 @@ def test_interval_algebra_agrees_with_counting_ticks(left: list[tuple[int, int]]
 
 def test_overlapping_work_of_one_lane_counts_once() -> None:
     spans = [span("scoring", 0, 4), span("scoring", 1, 3), span("scoring", 3, 5), span("engine", 0, 100)]
-    assert busy_frac(spans, "scoring", (0, 10)) == 0.5
-    assert idle_frac(spans, "scoring", (5, 10)) == 1.0
+    assert make_span_account(spans, (0, 10)).lanes_s["scoring"] == 5
+    assert make_span_account(spans, (5, 10)).lanes_s["scoring"] == 0
 
 
 def test_a_wait_is_not_work() -> None:
     spans = [span("learner", 0, 3, "wait batch"), span("learner", 3, 4, "train")]
-    assert busy_frac(spans, "learner", (0, 4)) == 0.25
+    assert make_span_account(spans, (0, 4)).lanes_s["learner"] == 1
 
 
 def test_an_empty_interval_has_no_work() -> None:
-    assert busy_frac([span("engine", 0, 1)], "engine", (1, 1)) == 0.0
     assert make_span_account([span("engine", 0, 1)], (1, 1)).engine_idle == 0.0
 
 
@@ -86,8 +84,9 @@ def test_work_and_waits_make_up_the_time(parts: list[tuple[str, list[tuple[int, 
     for busy_s, waits_s in ((found.learner_busy_s, found.learner_waits_s), (found.engine_busy_s, found.engine_waits_s)):
         assert busy_s + sum(waits_s.values()) == pytest.approx(25)
         assert min(waits_s.values(), default=0.0) >= 0
-    for lane, share in (("engine", found.engine_busy_s), ("learner", found.learner_busy_s)):
-        assert share / 25 == pytest.approx(busy_frac(spans, lane, (5, 30))), "the lane says the same"
+    for lane, busy_s in (("engine", found.engine_busy_s), ("learner", found.learner_busy_s)):
+        worked = ticks([(each.start_s, each.end_s) for each in spans if each.lane == lane and "wait" not in each.name])
+        assert busy_s == pytest.approx(len(worked & set(range(5, 30))))
 
 
 def test_a_learner_that_copies_its_weights_or_waits_for_a_buffer_stands_still_for_the_sync() -> None:

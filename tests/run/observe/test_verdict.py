@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.types.observation import Account, Bound, Cause
-from headrace.run.observe import VerdictSettings, judge, make_verdict_settings
+from headrace.run.observe import VerdictSettings, make_verdict_settings
 from headrace.run.observe.account import make_account
+from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import percent
 from tests.run.observe.staged import Stage
 from tests.run.observe.synthetic import step_record

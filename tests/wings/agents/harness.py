@@ -26,7 +26,7 @@ from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import Conversations
 from headrace.rollout.conversations import EpisodeLimits as Budgets
-from headrace.rollout.environments.base import AttemptOutcome, OpenEpisode
+from headrace.rollout.environments.base import AttemptOutcome, OpenEpisode, SingleTurn
 from headrace.wings.agents import Access, Endpoint, SessionLimits
 
 TEMPLATE = (
@@ -111,13 +111,14 @@ def drawn(ids: list[int], start: int) -> Tokens:
 
 def open_episode(engine: ScriptedEngine) -> Conversations:
     """An episode that is under way, and that nobody runs."""
-    policy = EnginePolicy(
+    runner = EpisodeRunner(
         engine=engine,  # type: ignore[arg-type]
+        env=SingleTurn(),
         sampling=SAMPLING,
         run_seed=0,
-        key=EpisodeKey(0, 0),
         on_tokens=lambda _: None,
     )
+    policy = EnginePolicy(runner=runner, key=EpisodeKey(0, 0))
     return Conversations(policy, Budgets(), chat=Chat.create(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
 
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from headrace.base.clock import RealClock
 from headrace.base.types.episode import EpisodeKey
-from headrace.rollout import Conversations, EnginePolicy, EpisodeLimits
+from headrace.rollout import Conversations, EnginePolicy, EpisodeLimits, EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
 from headrace.rollout.chat import Chat
+from headrace.rollout.environments import SingleTurn
 from headrace.wings.agents import Endpoint
 from tests.wings.agents import agents
 from tests.wings.agents.harness import EOS, SAMPLING, TOKENIZER, ScriptedEngine
@@ -20,14 +21,15 @@ HI: Any = [{"role": "user", "content": "hi"}]
 def test_the_model_of_a_request_names_the_agent_that_answers_in_every_protocol() -> None:
     own, other = ScriptedEngine(lambda _: "mine"), ScriptedEngine(lambda _: "theirs")
     cast = Agents(known=frozenset({"player", "opponent"}), engines={"opponent": other})  # type: ignore[dict-item]
-    policy = EnginePolicy(
+    runner = EpisodeRunner(
         engine=own,  # type: ignore[arg-type]
+        env=SingleTurn(),
         sampling=SAMPLING,
         run_seed=0,
-        key=EpisodeKey(0, 0),
         on_tokens=lambda _: None,
         agents=cast,
     )
+    policy = EnginePolicy(runner=runner, key=EpisodeKey(0, 0))
     talk = Conversations(policy, EpisodeLimits(), chat=Chat.create(TOKENIZER, (EOS,)), seed=0, note=lambda _: None)
 
     async def play() -> list[str]:

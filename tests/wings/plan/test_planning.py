@@ -17,7 +17,7 @@ from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
 from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
 from headrace.wings.plan.picture import draw_plan
-from headrace.wings.plan.planning import describe_bound, make_sizing_request
+from headrace.wings.plan.planning import make_sizing_request
 from headrace.wings.plan.search import Search, SearchResult
 from headrace.wings.plan.sizing import engine_bytes, fit, learner_bytes, learner_sizes, spread_sizes, update_bytes
 from headrace.wings.plan.words import describe, describe_verdict
@@ -138,12 +138,12 @@ def test_on_one_accelerator_engine_and_learner_take_turns(name: str) -> None:
     assert made.requested.choice.shared
     assert made.best.choice.shared
     assert made.requested.outcome.max_age == 0
-    words = " ".join(describe(made, describe_bound))
+    words = " ".join(describe(made))
     assert "In turn: all 1 in turn" in words
     assert 'To take turns, set flow.max_age = 0 and sync.interrupt = "sleep"' in words
     set_so = {"flow": {**RUN["flow"], "max_age": 0}, "sync": {"interrupt": "sleep"}}
     site = make_site(asked(**terms, **set_so), ClusterFile(cluster=Cluster(accelerator="H100", count=1)))
-    assert "The run is set to take turns" in " ".join(describe(plan(site, RealClock()), describe_bound))
+    assert "The run is set to take turns" in " ".join(describe(plan(site, RealClock())))
     assert b">synchronous</text>" in draw_plan(made)
     with pytest.raises(ConfigError, match="take turns") as refused:
         plan(site, RealClock(), generation=1)
@@ -190,7 +190,7 @@ def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_t
         RealClock(),
     )
     assert gains.requested.tok_s > 1.1 * gains.synchronous.tok_s
-    assert any("Asynchrony gains" in line for line in describe(gains, describe_bound))
+    assert any("Asynchrony gains" in line for line in describe(gains))
     assert gains.best.tok_s >= gains.requested.tok_s * 0.98
     assert len(gains.tried) > 8
     # two accelerators, and generation is nearly free: half of them idle, while in turn both would train
@@ -202,7 +202,7 @@ def test_asynchrony_gains_where_answers_differ_and_loses_where_a_split_starves_t
         ),
         RealClock(),
     )
-    said = " ".join(describe(loses, describe_bound))
+    said = " ".join(describe(loses))
     assert "Asynchrony loses" in said
     assert "learner-bound" in said
     assert "constant rates" in said
@@ -218,7 +218,7 @@ def test_plan_of_a_run_without_a_bound_takes_no_longer_than_another() -> None:
 
 
 def test_line_of_a_dry_run_names_view_rate_and_what_holds_it_up() -> None:
-    line = describe_verdict(found({"accelerator": "H100", "count": 16}), describe_bound)
+    line = describe_verdict(found({"accelerator": "H100", "count": 16}))
     assert line.startswith("Plan (16 × H100; roofline: 60%")
     assert "trained tokens/s" in line
     assert "-bound" in line or "taking turns" in line
@@ -229,8 +229,8 @@ def test_plan_says_whether_it_counts_the_time_of_environments_and_rewards() -> N
     words = "The time of environments and rewards is not counted"
     for work, uncounted in (({}, True), ({"reward_s": 0.5}, False), ({"turn_s": 2.0}, False)):
         result = found(cluster, work)
-        assert (words in describe_verdict(result, describe_bound)) == uncounted
-        assert (words in describe(result, describe_bound)[0]) == uncounted
+        assert (words in describe_verdict(result)) == uncounted
+        assert (words in describe(result)[0]) == uncounted
 
 
 def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_path: Path) -> None:

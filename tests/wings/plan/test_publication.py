@@ -103,18 +103,28 @@ def of(name: str, ranks: list[int], engines: list[int], width: int, host: HostFi
     return estimate_publication(request, host)
 
 
+def received_s(found: PublicationEstimate) -> float:
+    """Return the seconds until every engine's machine has a verified image."""
+    return found.copy.seconds + found.travel_s - found.uptake.seconds
+
+
+def total_s(found: PublicationEstimate) -> float:
+    """Return the seconds until every engine uses the version."""
+    return sum(phase.seconds for phase in found.phases)
+
+
 def test_large_models_on_nodes_of_eight_h100_take_what_the_page_says() -> None:
     medium = of("qwen3-32b", [0] * 8, [1] * 4, 2)
-    assert medium.received_s == pytest.approx(12.1, abs=0.05)
-    assert medium.total_s == pytest.approx(82, abs=0.5)
+    assert received_s(medium) == pytest.approx(12.1, abs=0.05)
+    assert total_s(medium) == pytest.approx(82, abs=0.5)
     assert medium.phases[3].limit == "what leaves a machine over the network"
     large = of("llama-3.1-70b", [rank // 8 for rank in range(32)], [4, 5], 8)
-    assert large.received_s == pytest.approx(14.5, abs=0.05)
-    assert large.received_s < 20
-    assert large.total_s == pytest.approx(67, abs=0.5)
+    assert received_s(large) == pytest.approx(14.5, abs=0.05)
+    assert received_s(large) < 20
+    assert total_s(large) == pytest.approx(67, abs=0.5)
     # with slots of page-locked memory the copy of a rank would run at the speed of its PCIe link
     locked = of("qwen3-32b", [0] * 8, [1] * 4, 2, msgspec.structs.replace(NODE, down_gb_s=52.8))
-    assert locked.received_s == pytest.approx(9.2, abs=0.05)
+    assert received_s(locked) == pytest.approx(9.2, abs=0.05)
 
 
 def test_learner_waits_for_its_copy_alone_and_a_server_for_its_files_too() -> None:
@@ -130,7 +140,7 @@ def test_learner_waits_for_its_copy_alone_and_a_server_for_its_files_too() -> No
         found = estimate_publication(request, NODE)
         assert found.copy.seconds == pytest.approx(num_bytes / 2 / (NODE.down_gb_s * GB))
         assert (found.commit.seconds, found.uptake.seconds) == pytest.approx((gap_s, uptake_s))
-        assert found.total_s == pytest.approx(found.copy.seconds + found.travel_s + found.commit.seconds)
+        assert total_s(found) == pytest.approx(found.copy.seconds + found.travel_s + found.commit.seconds)
 
 
 def test_figures_of_a_cluster_file_replace_those_of_the_catalogue() -> None:

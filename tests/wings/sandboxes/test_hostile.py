@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox import Reason
-from headrace.wings.sandboxes import LIMITS, SandboxDriver, SandboxSpec, SessionState, open_sandboxes
+from headrace.wings.sandboxes import LIMITS, SandboxDriver, SandboxSpec, open_sandboxes
 from tests.wings.sandboxes.conftest import KINDS, container_options, memory_folder, skip_missing
 
 MIB = 1 << 20
@@ -122,7 +122,7 @@ async def watch(driver: SandboxDriver, over: asyncio.Event) -> int:
             number += 1
             done = await session.run(f"echo {number} >> log; tail -n 1 log")
             assert done.stdout == f"{number}\n", done
-        assert session.state is SessionState.RUNNING
+        assert not session.ended
     return number
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, EpisodeError
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
-from headrace.wings.sandboxes import LIMITS, SandboxSession, SandboxSpec, SessionEnded, SessionState, open_sandboxes
+from headrace.wings.sandboxes import LIMITS, SandboxSession, SandboxSpec, SessionEnded, open_sandboxes
 from tests.wings.sandboxes.conftest import Sandboxes, any_sandboxes
 
 MIB = 1 << 20
@@ -187,7 +187,7 @@ def test_the_end_of_its_time_ends_a_session_in_the_middle_of_a_command(sandboxes
     session = sandboxes.start(life_s=life_s)
     with pytest.raises(SessionEnded, match=rf"its time of {life_s:g} s is over"):
         sandboxes(session.run("sleep 1000"))
-    assert session.state is SessionState.ENDED
+    assert session.ended
     for call in (session.run("true"), session.read("x"), session.write({"x": ""}), session.snapshot()):
         with pytest.raises(SessionEnded, match="its time"):
             sandboxes(call)
@@ -212,7 +212,7 @@ def test_a_cancelled_call_ends_its_session_and_no_other(sandboxes: Sandboxes, se
 
     with pytest.raises(TimeoutError):
         sandboxes(cut_off())
-    assert other.state is SessionState.ENDED
+    assert other.ended
     assert sandboxes(session.run("echo fine")).stdout == "fine\n"
 
 

@@ -16,8 +16,8 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.shards import gather_each, gather_whole, wrap_shard
 from headrace.models.weights import weight_tensors
-from headrace.wings.supervised.config import load_tuning
-from headrace.wings.supervised.learner import VERBS, open_learner
+from headrace.wings.supervised.config import VERBS, load_tuning
+from headrace.wings.supervised.learner import open_learner
 
 TINY = 1e-12
 """The scale of a gradient that is zero everywhere, such as that of A while B is 0."""

@@ -39,11 +39,7 @@ class Icepop(CorrectionSection):
     """The ratio of a token: its own, the product over its sequence, or the geometric mean over its sequence."""
     weighs: ClassVar[bool] = True
 
-    @pydantic.model_validator(mode="after")
-    def _has_a_band(self) -> Icepop:
-        """Refuse bounds that no weight satisfies."""
-        refuse_crossed(self.kind, self.low, self.high)
-        return self
+    _has_a_band = pydantic.model_validator(mode="after")(refuse_crossed)
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token: its ratio ρ at the chosen level, or 0 if that is outside the band."""
@@ -66,11 +62,7 @@ class GeometricRejection(CorrectionSection):
     high: float = Field(default=1.001, gt=0)
     """The largest geometric mean of a sequence that is not dropped."""
 
-    @pydantic.model_validator(mode="after")
-    def _has_a_band(self) -> GeometricRejection:
-        """Refuse bounds that no geometric mean satisfies."""
-        refuse_crossed(self.kind, self.low, self.high)
-        return self
+    _has_a_band = pydantic.model_validator(mode="after")(refuse_crossed)
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token: 1 if the geometric mean of ρ over its sequence is within the bounds, else
@@ -149,11 +141,7 @@ class Outlier(CorrectionSection):
     """The largest ratio that a token may have."""
     corrects: ClassVar[bool] = False
 
-    @pydantic.model_validator(mode="after")
-    def _has_a_band(self) -> Outlier:
-        """Refuse bounds that no ratio satisfies."""
-        refuse_crossed(self.kind, self.low, self.high)
-        return self
+    _has_a_band = pydantic.model_validator(mode="after")(refuse_crossed)
 
     def __call__(self, inputs: LossInputs) -> Factor:
         """Return the factor of every token: 0 if any token of its sequence has a ρ outside the bounds, else 1."""

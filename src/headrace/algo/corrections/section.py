@@ -4,7 +4,7 @@ samples."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.algo.base import Column, Factor, LossInputs
 from headrace.base.config import Section
@@ -36,13 +36,15 @@ class CorrectionSection(Section):
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
 
-def refuse_crossed(kind: str, low: float, high: float) -> None:
-    """Raise :class:`ConfigError` if no value is between ``low`` and ``high``, the bounds of the correction named
-    ``kind``."""
-    if low >= high:
+def refuse_crossed(made: Any) -> Any:
+    """Return the correction ``made``. Raises :class:`ConfigError` if no value is between its bounds ``low`` and
+    ``high``."""
+    if made.low >= made.high:
         raise ConfigError(
-            f"correction {kind!r} has low={low} and high={high}: it keeps nothing", remedy="set low < high"
+            f"correction {made.kind!r} has low={made.low} and high={made.high}: it keeps nothing",
+            remedy="set low < high",
         )
+    return made
 
 
 def compute_log_rho(level: Level, inputs: LossInputs) -> Tensor:

@@ -47,6 +47,20 @@ class ClippedLoss(PolicyLoss):
             cut_N |= down_N & (ratio_N > self.dual_clip)
         return TokenLoss(tokens_N=tokens_N, clipped_N=cut_N)
 
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage."""
+        return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
+
+
+class SequenceLoss(ClippedLoss):
+    """The clipped surrogate over one ratio for each sequence."""
+
+    def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token: the clipped surrogate of its sequence's ratio, the geometric mean of π/π_old
+        over the tokens in the mask, and its advantage."""
+        log_s_S = inputs.mean_S(inputs.log_ratio_N())
+        return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
+
 
 class Grpo(ClippedLoss):
     """GRPO's loss: PPO's clipped surrogate, for advantages that are relative to the group and need no critic.
@@ -60,10 +74,6 @@ class Grpo(ClippedLoss):
     kind: Literal["grpo"] = "grpo"
     """The name that selects this loss."""
     reduction: ClassVar[str] = "sequence_mean_token_mean"
-
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage."""
-        return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
 class Dapo(ClippedLoss):
@@ -79,11 +89,6 @@ class Dapo(ClippedLoss):
     clip_high: float = Field(default=0.28, ge=0)
     """ε_h: the ratio is clipped from above at 1 + ``clip_high``."""
     reduction: ClassVar[str] = "token_mean"
-
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. DAPO differs
-        from GRPO in the upper bound and in the reduction."""
-        return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
 class DrGrpo(ClippedLoss):
@@ -102,13 +107,8 @@ class DrGrpo(ClippedLoss):
     """The name that selects this loss."""
     reduction: ClassVar[str] = "constant"
 
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. Dr. GRPO
-        differs from GRPO in the reduction."""
-        return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
-
-class Luspo(ClippedLoss):
+class Luspo(SequenceLoss):
     """LUSPO's loss: GSPO's loss with sequences weighted by their length, so that short answers are not favoured.
 
     −min(s·A, clip(s, 1−ε, 1+ε_h)·A)·|y|, s = exp(mean over the sequence of log r), r = π/π_old.
@@ -125,12 +125,6 @@ class Luspo(ClippedLoss):
     clip_high: float = Field(default=2.5e-3, ge=0)
     """ε_h: the sequence ratio is clipped from above at 1 + ``clip_high``."""
     reduction: ClassVar[str] = "sequence_mean_token_sum"
-
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate of its sequence's ratio, the geometric mean of π/π_old
-        over the tokens in the mask, and its advantage."""
-        log_s_S = inputs.mean_S(inputs.log_ratio_N())
-        return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
 
 class Aspo(PolicyLoss):
@@ -166,7 +160,7 @@ class Aspo(PolicyLoss):
         return TokenLoss(tokens_N=rise_N.where(up_N, fall_N), clipped_N=cut_N)
 
 
-class Gspo(ClippedLoss):
+class Gspo(SequenceLoss):
     """GSPO's loss: one length-normalised ratio per sequence, since there is one reward per sequence.
 
     −min(s·A, clip(s, 1−ε, 1+ε_h)·A), s = exp(mean over the sequence of log r), r = π/π_old.
@@ -181,12 +175,6 @@ class Gspo(ClippedLoss):
     clip_high: float = Field(default=4e-4, ge=0)
     """ε_h: the sequence ratio is clipped from above at 1 + ``clip_high``."""
     reduction: ClassVar[str] = "sequence_mean_token_mean"
-
-    def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token: the clipped surrogate of its sequence's ratio, the geometric mean of π/π_old
-        over the tokens in the mask, and its advantage."""
-        log_s_S = inputs.mean_S(inputs.log_ratio_N())
-        return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
 
 class GspoToken(ClippedLoss):

@@ -9,7 +9,7 @@ tokens, S samples, G pairs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
@@ -29,8 +29,6 @@ class Pairs:
 
     inputs: LossInputs
     """The columns of the micro-batch."""
-    answer_N: Tensor
-    """bool; the tokens of answers that carry loss. Tokens of the mask with an advantage of 0 belong to a prompt."""
     pairs_S: Tensor
     """The index of each sample's pair."""
     num_pairs: int
@@ -44,7 +42,6 @@ class Pairs:
         not a pair of one chosen and one rejected sample."""
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
-        answer_N = inputs.mask_N & (inputs.advantages_N != 0)
         side_S = inputs.sum_S(inputs.advantages_N).sign()
         counts_G = side_S.new_zeros(len(groups)).index_add(0, pairs_S, side_S.abs())
         balance_G = side_S.new_zeros(len(groups)).index_add(0, pairs_S, side_S)
@@ -53,16 +50,13 @@ class Pairs:
                 "a loss over pairs found a group without exactly one chosen and one rejected sample",
                 remedy="give pairs: advantage +1 and -1, one of each in every group, in one micro-batch",
             )
-        return cls(inputs=inputs, answer_N=answer_N, pairs_S=pairs_S, num_pairs=len(groups), side_S=side_S)
-
-    def sum_S(self, values_N: Tensor) -> Tensor:
-        """Return, for each sample, the sum of ``values_N`` over the tokens of its answer."""
-        kept_N = values_N.masked_fill(~self.answer_N, 0.0)
-        return values_N.new_zeros(self.inputs.num_samples).index_add(0, self.inputs.samples_N, kept_N)
+        return cls(inputs=inputs, pairs_S=pairs_S, num_pairs=len(groups), side_S=side_S)
 
     def mean_S(self, values_N: Tensor) -> Tensor:
-        """Return, for each sample, the mean of ``values_N`` over the tokens of its answer."""
-        return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
+        """Return, for each sample, the mean of ``values_N`` over the tokens of its answer. Tokens of the mask with an
+        advantage of 0 belong to a prompt."""
+        answers = replace(self.inputs, mask_N=self.inputs.mask_N & (self.inputs.advantages_N != 0))
+        return answers.mean_S(values_N)
 
     def difference_G(self, values_S: Tensor) -> Tensor:
         """Return, for each pair, the value of the chosen sample minus the value of the rejected sample."""

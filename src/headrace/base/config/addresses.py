@@ -94,7 +94,4 @@ def refuse_secret(
     secret. The message does not show the URL. It contains ``remedy``, which says where the secret belongs, and
     ``reason``, which says why a URL must not contain it."""
     if found := find_secret(url):
-        raise ConfigError(
-            f"{setting} holds {found}, and {reason}",
-            remedy=f"leave it out of the URL, and {remedy}",
-        )
+        raise ConfigError(f"{setting} holds {found}, and {reason}", remedy=f"leave it out of the URL, and {remedy}")

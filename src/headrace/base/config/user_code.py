@@ -243,11 +243,16 @@ def _is_found(module: str, folder: Path) -> bool:
 
 def where(error: BaseException, source: str | None) -> str:
     """Return an error as ``Kind: message at file.py:12``. The location is the deepest line of the file ``source`` in
-    the traceback; it is omitted if ``source`` is ``None`` or does not occur in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
-    place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
-    if isinstance(error, SyntaxError) and error.filename:
-        place, error = f" at {Path(error.filename).name}:{error.lineno}", SyntaxError(error.msg)
-    words = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {words}{place}" if words else f"{type(error).__name__}{place}"
+    the traceback; it is omitted if ``source`` is ``None`` or does not occur in the traceback. This function never
+    raises an error, even if the error cannot be printed."""
+    name = type(error).__name__
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+        users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
+        place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+        if isinstance(error, SyntaxError) and error.filename:
+            place, error = f" at {Path(error.filename).name}:{error.lineno}", SyntaxError(error.msg)
+        words = " ".join(str(error).split())[:200]
+    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
+        return f"{name}, which cannot be printed"
+    return f"{name}: {words}{place}" if words else f"{name}{place}"

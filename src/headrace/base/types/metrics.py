@@ -74,12 +74,7 @@ _OUTCOME = _rows(
     ("logged/{name}", "", MEAN, "Mean of what reward functions gave to log_metric since the last step"),
     ("eval_accuracy", "", LAST, "Mean reward on held-out tasks, where a measurement ended since the last step"),
     ("eval_version", "version", LAST, "The version that was committed when that measurement began"),
-    (
-        "zero_variance_frac",
-        "frac",
-        MEAN,
-        "Groups of several episodes with equal rewards: nothing to prefer in them",
-    ),
+    ("zero_variance_frac", "frac", MEAN, "Groups of several episodes with equal rewards: nothing to prefer in them"),
     ("truncated_frac", "frac", MEAN, "Episodes of the batch with a turn that ran into engine.max_new_tokens"),
     ("repetition", "frac", MEAN, "Of 8 episodes' last 4,096 tokens: 4-grams that stood in them before"),
 )
@@ -189,22 +184,12 @@ _LEARNING = _rows(
     ("expert_load_max", "", MEAN, "Load of the most used expert of any layer of a mixture; 1 is an even load"),
     ("expert_load_min", "", MEAN, "The same of the least used one"),
     ("experts_idle", "frac", MEAN, "Experts that no token of the step chose"),
-    (
-        "balance_loss",
-        "",
-        MEAN,
-        "Load-balancing loss, before its coefficient; the number of experts per token is even",
-    ),
+    ("balance_loss", "", MEAN, "Load-balancing loss, before its coefficient; the number of experts per token is even"),
     ("router_z_loss", "", MEAN, "Mean squared log-sum-exp of the routers' logits, before its coefficient"),
     ("expert_bias_spread", "", LAST, "Largest less smallest bias of an expert in any layer, where biases move"),
     ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
     ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
-    (
-        "eval_pass/{k}",
-        "frac",
-        LAST,
-        "Held-out tasks that one of k attempts solved in that measurement",
-    ),
+    ("eval_pass/{k}", "frac", LAST, "Held-out tasks that one of k attempts solved in that measurement"),
 )
 LOSS_METRICS = _rows(
     ("clip_frac", "frac", MEAN, "Tokens at a bound of the loss"),

@@ -118,11 +118,7 @@ class Feeder:
             state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(batch.groups)
         outline = make_outline(
-            step,
-            batch.groups,
-            credits,
-            agents=state.parts.agents.adapters,
-            oldest_version=batch.oldest_version,
+            step, batch.groups, credits, agents=state.parts.agents.adapters, oldest_version=batch.oldest_version
         )
         stats = batch_stats(batch.groups)  # computed here because the episodes are in the processor's caches
         self._refuse_too_old(batch)

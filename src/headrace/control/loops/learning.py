@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
 
 import msgspec
 
@@ -90,7 +89,7 @@ class LearningLoop:
         if ordered.untrained:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.untrained)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
-        state.flow.record_step_trained(ordered.groups, report, report.ages, report.learned)
+        state.flow.record_step_trained(ordered.groups, report)
         state.board.record_progress()
         # The copy of the weights was ordered together with the step, so the learner does not wait for this loop.
         publication = await ordered.snapshot
@@ -104,12 +103,11 @@ class LearningLoop:
             stats=ordered.stats,
             ordered_s=ordered.ordered_s,
             report=report,
-            ages=report.ages,
             waited_s=waited_s,
             copied_s=publication.exposed_s,
             exposed_s=blocked_s + publication.exposed_s,
         )
-        self._tuning.after_step(report, report.ages)
+        self._tuning.after_step(report)
         state.observers.step(state.metrics.step_done(done))
         self._stop_without_signal(ordered.groups)
 
@@ -174,14 +172,14 @@ class Tuning:
         self._tuner: AgeTuner | None = None
         """The rule that adapts the staleness bound; ``None`` before the first step."""
 
-    def after_step(self, report: StepReport, ages: Mapping[int, int]) -> None:
-        """Adapt the staleness bound to the metrics of a step, which ``report`` contains, if ``flow.max_age`` is
-        ``"auto"``. ``ages`` is the number of tokens that the step trained, by age in versions."""
+    def after_step(self, report: StepReport) -> None:
+        """Adapt the staleness bound to the metrics of a step and the ages of its tokens, which ``report`` contains, if
+        ``flow.max_age`` is ``"auto"``."""
         flow = self._state.flow
         if flow.config.max_age != "auto":
             return
         tuner = self._tuner or AgeTuner(settings=flow.config.age_tuning, max_age=flow.state.limits.max_age)
-        self._tuner, change = tuner.after_step(report.metrics, max(ages, default=0))
+        self._tuner, change = tuner.after_step(report.metrics, max(report.ages, default=0))
         if change:
             flow.set_max_age(self._tuner.max_age)
             self._state.event(change)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from headrace.control.observer import BusyLane
 from headrace.control.state import RunState
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
-from headrace.rollout import EpisodeRunner, Withdrawal
+from headrace.rollout import Withdrawal
 from headrace.rollout.siblings import OnEnded, SiblingRunner
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Sequence[EpisodeGraph]]]
@@ -68,20 +69,11 @@ class RolloutLoop:
         """The lane that is busy while an episode runs in its environment; ``None`` if episodes only call the engine."""
         if not state.parts.env.begins_with_prompt:
             self._env_lane = BusyLane("environment", "run", state.observers, state.parts.clock)
-        runner = EpisodeRunner(
-            engine=state.parts.engine,
-            env=state.parts.env,
-            sampling=state.parts.sampling,
-            run_seed=state.run.seed,
-            on_tokens=lambda _: state.board.record_progress(),
+        runner = replace(
+            state.parts.make_runner(state.run.seed, lambda _: state.board.record_progress()),
             on_part=self._tokens_arrived,
             on_turn=lambda key, prompt_ids_T, turn: on_turn(key, self._running_tasks[key], prompt_ids_T, turn),
-            note=lambda text: state.warn(text, kind=text),
-            agents=state.parts.agents,
-            chat=state.parts.chat,
-            limits=state.parts.limits,
-            timeout_s=state.parts.episode_timeout_s,
-            retries=state.parts.episode_retries,
+            note=state.warn,
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
             attempt_kind=AttemptKind.ALONE if state.flow_config.pivots is None else AttemptKind.ORIGIN,
         )
@@ -92,7 +84,7 @@ class RolloutLoop:
         """The function that runs all episodes of a group together; ``None`` if every episode runs alone."""
         shards = state.parts.shards
         if shards is not None:
-            shards.connect(state.flow.running_turns.record, lambda text: state.warn(text, kind=text))
+            shards.connect(state.flow.running_turns.record, state.warn)
             self._run_episode, self._run_group = shards.run_episode, shards.run_group
         # single episodes of a group that runs as a whole could not be cancelled
         if state.flow_config.first is not None:

@@ -17,7 +17,7 @@ from headrace.base.types.messages.scorer import TrainerState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.control.board import LoopContract
-from headrace.control.evaluation import completion_ids, completion_text
+from headrace.control.evaluation import completion_ids
 from headrace.control.groups import ClosedGroup, OpenGroup, ZeroSignalCounter, close_group
 from headrace.control.loops.rollout import FinishedEpisodes
 from headrace.control.observer import BusyLane
@@ -180,22 +180,18 @@ class ScoringLoop:
     async def _score_answers(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         """Score episodes of one group together, and set the reward of each episode."""
         state = self._state
-        texts = tuple(completion_text(state.parts, episode) for episode in episodes)
+        ids = tuple(map(completion_ids, episodes))
+        texts = tuple(map(state.parts.decode_answer, ids))
+        context = ScoringContext(completion_ids=ids, trainer=self._make_trainer_state(episodes[0].key))
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:
-            scores = await state.parts.scorer.score(group.task, texts, self._make_context(episodes))
+            scores = await state.parts.scorer.score(group.task, texts, context)
         for index, episode in enumerate(episodes):
             await self._grade(episode, scores.get_graded(index))
         state.metrics.answer_scored(texts[-1], episodes[-1].reward)
 
-    def _make_context(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
-        """Return the context that reward functions may request in addition to task and text. Its step is the version
-        under which the group was admitted, so it does not depend on when the group is scored."""
-        ids = tuple(completion_ids(episode) for episode in episodes)
-        return ScoringContext(completion_ids=ids, trainer=self._make_trainer_state(episodes[0].key))
-
     def _make_trainer_state(self, key: EpisodeKey) -> TrainerState:
         """Return the trainer state for reward functions of the episode ``key``. Its step is the version under which the
-        episode's group was admitted."""
+        episode's group was admitted, so it does not depend on when the group is scored."""
         group = self._state.flow.state.groups.get(key.group)
         version = None if group is None else group.oldest_version
         return make_trainer_state(self._state, version or 0)

@@ -49,8 +49,7 @@ for ``name`` in :mod:`headrace.base.types.metrics`. A metric of a batch is compu
 :mod:`~headrace.control.metrics.summary`.
 """
 
-from headrace.control.metrics.batch import BatchStats
 from headrace.control.metrics.run import RunMetrics, StepDone
 from headrace.control.metrics.summary import Summary
 
-__all__ = ["BatchStats", "RunMetrics", "StepDone", "Summary"]
+__all__ = ["RunMetrics", "StepDone", "Summary"]

@@ -35,7 +35,7 @@ from headrace.control.metrics.batch import (
 )
 from headrace.control.metrics.counters import Attempts, CounterSnapshot, RunTotals, SinceStep
 from headrace.control.metrics.rewards import RewardCounts
-from headrace.control.metrics.summary import CommitGap, Summary, make_ledger_summary
+from headrace.control.metrics.summary import CommitGap, Summary
 from headrace.control.parts import Components
 from headrace.flow import Flow
 from headrace.flow.ledger.base import Conservation
@@ -60,8 +60,6 @@ class StepDone:
     """The time at which the batch was sent to the learner, in seconds on the clock."""
     report: StepReport
     """The learner's report on the step."""
-    ages: dict[int, int]
-    """Number of trained tokens, by age in versions."""
     waited_s: float
     """Seconds that the learner waited for the batch."""
     copied_s: float
@@ -214,7 +212,7 @@ class RunMetrics:
         totals.steps_done = report.step + 1
         totals.tokens_trained += report.trained_tokens
         totals.dropped_tokens.update(Counter(report.dropped_tokens))
-        totals.ages.update(done.ages)
+        totals.ages.update(report.ages)
         totals.exposed_sync_s += done.exposed_s
         totals.learner_busy_s += report.seconds + done.copied_s
         if "mismatch_abs" in report.metrics:
@@ -250,7 +248,7 @@ class RunMetrics:
             length_mean=metrics_of_episodes.pop("length_mean", None),
             metrics={
                 **report.metrics,
-                **age_metrics(done.ages),
+                **age_metrics(report.ages),
                 **self._synchronous_time_metrics(),
                 **self._tuned_limits(),
                 **since.sums,
@@ -270,7 +268,7 @@ class RunMetrics:
             straggler_s=straggler_s(stats.ends_s, (done.ordered_s - done.waited_s, done.ordered_s)),
             held_back_s=since.held_back_s,
             commit_gap_s=totals.commit_gaps_s[-1] if totals.commit_gaps_s else None,
-            ages=done.ages,
+            ages=report.ages,
             queue=self._queue,
             dropped_groups=dict(self._flow.state.dropped),
             set_aside_episodes=dict(totals.set_aside),
@@ -464,7 +462,7 @@ class RunMetrics:
             mismatch_kl=totals.mismatch_kl,
             mismatch_abs=totals.mismatch_abs,
             mismatch_abs_most=totals.mismatch_abs_most,
-            ledger=make_ledger_summary(conservation),
+            ledger=conservation,
             versions=[totals.versions[0], totals.versions[-1]] if totals.versions else [],
             reward_failures=dict(self.rewards.get_failing()),
             warnings=list(warnings),

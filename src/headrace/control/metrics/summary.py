@@ -7,26 +7,7 @@ import msgspec
 
 from headrace.base.types.observation import Account
 from headrace.control.metrics.rewards import RewardFailures
-from headrace.flow.ledger.base import Conservation, UnitCounts
-
-
-class UnitFates(msgspec.Struct, frozen=True, kw_only=True):
-    """The number of units of one kind (groups, episodes or tokens) by outcome: submitted = trained + dropped + in
-    flight."""
-
-    submitted: int
-    trained: int
-    dropped: dict[str, int]
-    """Number of dropped units, by reason."""
-    in_flight: int
-
-
-class LedgerSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The conservation table of the ledger: the number of all groups, episodes and tokens of the run by outcome."""
-
-    groups: UnitFates
-    episodes: UnitFates
-    tokens: UnitFates
+from headrace.flow.ledger.base import Conservation
 
 
 class CommitGap(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +75,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     versions_agree: int | None = None
     """For a replay, the number of committed versions, whose weights are all equal to the recorded run's, bit for bit;
     ``None`` for any other run."""
-    ledger: LedgerSummary
+    ledger: Conservation
     """The number of groups, episodes and tokens of the run by outcome."""
     versions: list[int]
     """The first and the last version that were committed in this life; empty if no version was."""
@@ -112,19 +93,3 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     before the end of the first step."""
     run_dir: str
     """The run's directory."""
-
-
-def make_ledger_summary(conservation: Conservation) -> LedgerSummary:
-    """Return the conservation counts of the ledger as the record that ``summary.json`` contains."""
-    return LedgerSummary(
-        groups=_make_fates(conservation.groups),
-        episodes=_make_fates(conservation.episodes),
-        tokens=_make_fates(conservation.tokens),
-    )
-
-
-def _make_fates(counts: UnitCounts) -> UnitFates:
-    """Return the counts of one kind of unit as the record that ``summary.json`` contains."""
-    return UnitFates(
-        submitted=counts.submitted, trained=counts.trained, dropped=dict(counts.dropped), in_flight=counts.in_flight
-    )

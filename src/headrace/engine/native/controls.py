@@ -36,7 +36,7 @@ from headrace.engine.native.sampler import (
     likeliest,
     sample,
     sample_from,
-    seed_keys,
+    splitmix,
     uniforms,
 )
 
@@ -130,7 +130,7 @@ class Controls:
         ``positions_D`` are the positions of the new tokens in their sequences; position and seed of the request
         determine the random number. The caller must call :meth:`append` afterwards."""
         rows = np.arange(self._count) if rows_D is None else rows_D
-        uniforms_D = self._tensor(uniforms(seed_keys(self._seeds_R[rows]), positions_D))
+        uniforms_D = self._tensor(uniforms(splitmix(self._seeds_R[rows]), positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
         if self._only_temperatures:
             return sample(logits_DV, temperatures_D, uniforms_D, self._log_softmax)

@@ -53,7 +53,7 @@ from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
 from headrace.engine.native.speculation import make_speculation
 from headrace.engine.native.states import SequenceStates, make_states, state_kernels
-from headrace.engine.native.stops import Stops, StopsFollower
+from headrace.engine.native.stops import Stops
 from headrace.engine.native.swaps import Swaps, WeightReceiver
 from headrace.engine.native.verification import Drawn, TokenDrawer
 from headrace.engine.native.waiting import Deadlines
@@ -147,7 +147,7 @@ class NativeEngine:
         snapshots = None if self._states is None else self._states.snapshots
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
-        stops = None if decode is None else StopsFollower(Stops(decode))
+        stops = None if decode is None else Stops(decode)
         listeners = [each for each in (self._controls, stops, self._states) if each]
         self._rows = Rows(config.max_sequences, max_context, listeners)
         self._adapters = adapters or SwitchedAdapters(model)

@@ -12,7 +12,7 @@ Shape legend: V vocabulary, D rows that draw in this step.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
+
+V = TypeVar("V")
 
 
 class TokenMask(Protocol):
@@ -38,6 +40,18 @@ class TokenMask(Protocol):
 MaskMaker = Callable[[str], TokenMask]
 """A function that makes the mask of a new answer from the description of its structure. Raises
 :class:`~headrace.base.errors.RequestError` for an invalid description."""
+
+
+def move_rows(rows: dict[int, V], sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
+    """Move the values of the rows ``sources`` in ``rows`` to the rows ``targets``, and remove the values of rows from
+    ``count`` on. Not every row has a value."""
+    for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+        moved = rows.pop(source, None)
+        rows.pop(target, None)
+        if moved is not None:
+            rows[target] = moved
+    for row in [row for row in rows if row >= count]:
+        del rows[row]
 
 
 class Masks:
@@ -70,13 +84,7 @@ class Masks:
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
         """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
         now."""
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            moved = self._rows.pop(source, None)
-            self._rows.pop(target, None)
-            if moved is not None:
-                self._rows[target] = moved
-        for row in [row for row in self._rows if row >= count]:
-            del self._rows[row]
+        move_rows(self._rows, sources, targets, count)
 
     def apply(self, logits_DV: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return the logits of ``rows`` with −inf at every token that may not come next; ``logits_DV`` itself is not

@@ -25,7 +25,7 @@ def make_cache(
     Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """
     block_bytes = BLOCK * dtype.itemsize * sum(shape.numbers for shape in shapes)
-    free_bytes = _free_bytes(device)
+    free_bytes = free_device_bytes(device)
     share = SHARED_CACHE_SHARE if config.cache_share is None else config.cache_share
     if config.cache_tokens is not None:
         num_blocks = count_blocks(config.cache_tokens)
@@ -44,7 +44,7 @@ def make_cache(
     )
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_device_bytes(device: torch.device) -> int:
     """Return the free memory of ``device`` in bytes: of the GPU, or of the machine if the device is the processor."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])

@@ -378,12 +378,6 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
-def seed_keys(seeds_R: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the key of each request's random numbers (:func:`uniforms`) from its seed in ``seeds_R``, modulo 2**64.
-    Neighbouring seeds give unrelated keys."""
-    return splitmix(seeds_R)
-
-
 def splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the output of the random number generator splitmix64 (Steele, Lea, Flood 2014) for each state of 64 bits;
     equal states give equal outputs. Sums and products of uint64 wrap around."""

@@ -17,7 +17,6 @@ Shape legend: R rows.
 from __future__ import annotations
 
 import numpy as np
-import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
+from headrace.engine.native.memory import free_device_bytes
 from headrace.engine.native.rows import Index
 from headrace.models.kernels.fuse import kernel_dtype
 from headrace.models.kernels.ops import Kernels, kernels
@@ -177,8 +177,7 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
         )
     num_snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots
     num_slots, slot_bytes = config.max_sequences + 1 + num_snapshots, sum(shape.num_bytes for shape in shapes.values())
-    cuda = model.device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(model.device)[0] if cuda else psutil.virtual_memory().available
+    free_bytes = free_device_bytes(model.device)
     if num_slots * slot_bytes > free_bytes:
         raise ConfigError(
             f"engine.max_sequences={config.max_sequences} with engine.state_snapshots={num_snapshots} needs "

@@ -8,7 +8,7 @@ shortened only if the text of all tokens ends with the text of the shortened win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
+from headrace.engine.native.masks import move_rows
 
 _INCOMPLETE = "\ufffd"
 """The replacement character, to which the first bytes of an incomplete character decode."""
@@ -46,10 +47,11 @@ class Stops:
     """The stop strings of all rows. Rows without stop strings cost nothing.
 
     ``decode`` returns the exact text of token ids: with special tokens, if stop strings shall match them, and without
-    cleaning up spaces, so that further ids only add text or complete a character at the end.
+    cleaning up spaces, so that further ids only add text or complete a character at the end. The rows of the batch
+    report their changes to it (see :class:`headrace.engine.native.rows.Follower`).
 
     >>> stops = Stops(lambda ids: "".join(map(chr, ids)))
-    >>> stops.add(0, ("end",))
+    >>> stops.add(0, Sampling(max_new_tokens=9, stop=("end",)), np.zeros(0, np.int32), np.zeros(0, np.int32))
     >>> [stops.push(0, token) for token in b"bend"]
     [False, False, False, True]
     """
@@ -60,26 +62,21 @@ class Stops:
         self._rows: dict[int, _StopState] = {}
         """The stop strings and the end of the text, by row; only for rows that have stop strings."""
 
-    def add(self, row: int, strings: Sequence[str], answer_ids_T: IntColumn | Sequence[int] = ()) -> None:
-        """Set up ``row`` for a sequence with the stop strings ``strings``. ``answer_ids_T`` are the tokens that it
-        has sampled already: a stop string may begin among these tokens, but must end after them."""
+    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up ``row`` for a sequence with the stop strings in ``sampling``. ``answer_ids_T`` are the tokens that it
+        has sampled already: a stop string may begin among these tokens, but must end after them. The prompt is not
+        used."""
         self._rows.pop(row, None)
-        if strings:
-            state = self._rows[row] = _StopState(strings=tuple(strings))
-            for token in answer_ids_T:
-                self.push(row, int(token))
+        if sampling.stop:
+            state = self._rows[row] = _StopState(strings=sampling.stop)
+            for token in answer_ids_T.tolist():
+                self.push(row, token)
             state.given = len(state.tail + state.text.rstrip(_INCOMPLETE))
 
     def move(self, sources: npt.NDArray[np.int64], targets: npt.NDArray[np.int64], count: int) -> None:
         """Move the rows ``sources`` to the indices ``targets``, after other rows have left; ``count`` rows are in use
         now."""
-        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            moved = self._rows.pop(source, None)
-            self._rows.pop(target, None)
-            if moved:
-                self._rows[target] = moved
-        for row in [row for row in self._rows if row >= count]:
-            del self._rows[row]
+        move_rows(self._rows, sources, targets, count)
 
     def push(self, row: int, token: int) -> bool:
         """Append a token to ``row``. Return whether the text now contains a stop string that ends after the sequence
@@ -111,17 +108,3 @@ class Stops:
             num_removed = max(0, len(before) - needed)
             state.tail, state.given = before[num_removed:], max(0, state.given - num_removed)
             state.window, state.text = window, text
-
-
-class StopsFollower:
-    """An adapter of :class:`Stops` to the interface :class:`headrace.engine.native.rows.Follower`, by which the rows of
-    the batch report their changes."""
-
-    def __init__(self, stops: Stops) -> None:
-        self._stops = stops
-        self.move, self.push = stops.move, stops.push
-
-    def add(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up the stop strings in ``sampling`` for the sequence in ``row``, which has sampled ``answer_ids_T``
-        already; its prompt is not used."""
-        self._stops.add(row, sampling.stop, answer_ids_T)

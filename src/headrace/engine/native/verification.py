@@ -29,7 +29,7 @@ from headrace.engine.native.controls import Controls
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sampler import Draw
 from headrace.engine.native.speculation import Speculation
-from headrace.engine.native.stops import StopsFollower
+from headrace.engine.native.stops import Stops
 
 _NO_DRAFT = -1
 """Marks a row's last position in the pass, after which no token was drafted."""
@@ -56,9 +56,7 @@ class TokenDrawer:
     them in ``rows``. ``stops`` searches stop strings; ``None`` if the engine cannot decode tokens. ``speculation``
     drafts tokens; ``None`` if speculation is off."""
 
-    def __init__(
-        self, rows: Rows, controls: Controls, stops: StopsFollower | None, speculation: Speculation | None
-    ) -> None:
+    def __init__(self, rows: Rows, controls: Controls, stops: Stops | None, speculation: Speculation | None) -> None:
         """Connect the parts by which tokens are drawn and recorded. The arguments are described at the class."""
         self._rows, self._controls, self._stops = rows, controls, stops
         self._speculation = speculation

@@ -11,11 +11,8 @@ from pydantic import BeforeValidator
 from headrace.base.config.kinds import Kinds
 from headrace.base.errors import ConfigError
 from headrace.flow.filters.base import (
-    KEEP,
     FilterContext,
-    Filtered,
     FilterSection,
-    Verdict,
     apply_filters,
     as_tables,
     comparable_rewards,
@@ -58,16 +55,11 @@ def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_
 
 
 __all__ = [
-    "KEEP",
     "REDUNDANT",
-    "AnyFilter",
-    "FilterConfig",
     "FilterContext",
     "FilterSection",
-    "Filtered",
     "FiltersConfig",
     "LengthFilter",
-    "Verdict",
     "apply_filters",
     "comparable_rewards",
     "get_rewards",

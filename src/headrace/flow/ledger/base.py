@@ -259,7 +259,6 @@ class Ledger(Protocol):
         Raises :class:`~headrace.base.errors.LedgerError` if an operation cannot be recorded. Operations before it in
         the same call may be recorded or not; operations after it are not recorded.
         """
-        ...
 
     def roll_back(self, step: int) -> ResumeState:
         """Restore the state of the checkpoint of ``step``, where ``step`` is the first step to repeat, and return the
@@ -269,58 +268,45 @@ class Ledger(Protocol):
         batch. Groups that were running become SUBMITTED; they keep their ended episodes and the recorded tokens of
         their other episodes.
         """
-        ...
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
         """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
-        ...
 
     def conservation(self) -> Conservation:
         """Return the counts of groups, episodes and tokens by outcome, all counted at the same moment."""
-        ...
 
     def ages(self) -> dict[int, int]:
         """Return the number of trained tokens by age, in versions."""
-        ...
 
     def lengths(self) -> Lengths:
         """Return the lengths, in sampled tokens, of all episodes of groups that were trained or dropped, and the
         lengths of the trained episodes."""
-        ...
 
     def attempts(self, first: int) -> list[GroupAttempt]:
         """Return the groups from number ``first`` on, in the order of their numbers, with the rewards of their
         episodes."""
-        ...
 
     def steps(self) -> dict[int, tuple[int, ...]]:
         """Return the numbers of the groups that each step trained, by step."""
-        ...
 
     def updates(self) -> dict[int, int]:
         """Return the number of updates of the weights that each step made with its batch, by step."""
-        ...
 
     def lost(self) -> dict[int, tuple[LostGroup, ...]]:
         """Return the groups that carried no loss in their step because columns could not be read, by step. Steps
         without such groups are left out. A step that has dropped tokens for this reason, and of which the groups are
         not recorded, is present without groups: an older version of Headrace made it."""
-        ...
 
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""
-        ...
 
     def notes(self) -> list[tuple[str, str, float]]:
         """Return the kind, the detail and the Unix time in seconds of every note about an event of the run, oldest
         first."""
-        ...
 
     def persist(self) -> None:
         """Sync the applied operations to the disk, so that they survive a power failure. They survive the death of the
         process even without this call."""
-        ...
 
     def close(self) -> None:
         """Close the ledger; it cannot be used afterwards."""
-        ...

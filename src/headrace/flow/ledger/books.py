@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import Counter
 from typing import TypeVar
 
 from headrace.base.types.episode import EpisodeStatus
@@ -77,9 +78,7 @@ class Books:
         """Return the number of recorded sampled tokens by outcome, including tokens of running turns."""
         total, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
         lost = self.tally("SELECT reason, tokens FROM lost_tokens")
-        unusable: dict[str, int] = {}
-        for (dropped,) in self._db.execute("SELECT dropped_tokens FROM steps"):
-            unusable = _add(unusable, json.loads(dropped))
+        unusable = [json.loads(dropped) for (dropped,) in self._db.execute("SELECT dropped_tokens FROM steps")]
         return UnitCounts(
             submitted=self.count(f"{total} FROM episodes") + self.count(f"{total} FROM parts") + sum(lost.values()),
             trained=self.count("SELECT coalesce(sum(trained_tokens), 0) FROM steps"),
@@ -92,7 +91,7 @@ class Books:
                 self.tally(f"SELECT reason, {parts} {_PARTS} WHERE state = 'dropped' GROUP BY reason"),
                 self.tally(f"SELECT '{LATE}', {parts} {_PARTS} WHERE {TRAINED}"),
                 lost,
-                unusable,
+                *unusable,
             ),
             in_flight=self.count(f"{total} {_EPISODES} WHERE status = 'scored' AND {IN_FLIGHT}")
             + self.count(f"{total} {_PARTS} WHERE {IN_FLIGHT}"),
@@ -100,10 +99,8 @@ class Books:
 
     def ages(self) -> dict[int, int]:
         """Return the number of trained tokens by age in versions, in ascending order of age."""
-        total: dict[int, int] = {}
-        for (ages,) in self._db.execute("SELECT ages FROM steps"):
-            total = _add(total, {int(age): tokens for age, tokens in json.loads(ages).items()})
-        return dict(sorted(total.items()))
+        steps = [json.loads(ages) for (ages,) in self._db.execute("SELECT ages FROM steps")]
+        return dict(sorted(_add(*({int(age): tokens for age, tokens in ages.items()} for ages in steps)).items()))
 
     def lengths(self) -> Lengths:
         """Return the lengths, in sampled tokens, of all episodes of groups that were trained or dropped, and the
@@ -156,8 +153,7 @@ class Books:
 
 def _add(*tallies: dict[K, int]) -> dict[K, int]:
     """Return the sums of several dictionaries of counts, key by key."""
-    total: dict[K, int] = {}
+    total: Counter[K] = Counter()
     for tally in tallies:
-        for reason, count in tally.items():
-            total[reason] = total.get(reason, 0) + count
-    return total
+        total.update(tally)
+    return dict(total)

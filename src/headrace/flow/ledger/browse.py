@@ -20,13 +20,13 @@ import msgspec
 
 from headrace.base.errors import LedgerError, StoreError
 from headrace.base.store import COLUMNS, StoreReader
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey
 from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Conservation, Lengths
 from headrace.flow.ledger.books import TRAINED, Books
 from headrace.flow.ledger.opening import REDIS_FILE, SQLITE_FILE
 from headrace.flow.ledger.sqlite import schema_version, steps
-from headrace.flow.ledger.turns import decode_token_results, decode_turns
+from headrace.flow.ledger.turns import EPISODE_COLUMNS, decode_episode_row, decode_token_results
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,23 +176,12 @@ class Browser:
     def episode(self, key: EpisodeKey) -> EpisodeGraph | None:
         """Return the episode ``key`` with all its turns; ``None`` if it does not exist or has not ended."""
         query = (
-            "SELECT status, cause, reward, reward_parts, agent_rewards, turns, entry FROM episodes"
-            " JOIN bundles ON id = bundle WHERE group_number = ? AND position = ?"
+            f"SELECT {EPISODE_COLUMNS} FROM episodes JOIN bundles ON id = bundle"
+            " WHERE group_number = ? AND position = ?"
         )
         rows = self._fetch_all(query, key)
-        if not rows:
-            return None
-        status, cause, reward, parts, agents, turns, entry = rows[0]
         with self._translated_errors():
-            return EpisodeGraph(
-                key=key,
-                turns=decode_turns(turns, entry),
-                status=EpisodeStatus(status),
-                reward=reward,
-                parts=json.loads(parts),
-                agent_rewards=json.loads(agents),
-                cause=cause,
-            )
+            return decode_episode_row(key, rows[0]) if rows else None
 
     def token_results(self, group: int) -> TokenResults | None:
         """Return the learner's results for the tokens of the step that trained the group with the number ``group``;

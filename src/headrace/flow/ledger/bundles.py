@@ -39,25 +39,33 @@ _ALIGNMENT = 8
 """The bundle of a group is padded to a multiple of this number of bytes, so that its columns are aligned in a file."""
 
 
-class _RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fields of a turn and of its tokens that have their default value in most turns. They are stored only for the
     other turns."""
 
     context_routing: Routing | None = None
+    """The experts of every token before the turn; ``None`` if they were not recorded."""
     failed: bool = False
     untrained: str = ""
     reward: float | None = None
+    """The part of the episode's reward that was earned in this turn; ``None`` if it is unknown."""
     process: float | None = None
+    """The process reward of a segment; ``None`` if there is none."""
     branch: Branch | None = None
+    """The branch of a resampled turn; ``None`` for a turn of the episode itself."""
     teacher: str = ""
     extra: dict[str, Any] = {}
     kept: KeptSets | None = None
+    """The kept-set of each token; ``None`` if none was recorded."""
     routing: Routing | None = None
+    """The experts that computed each token; ``None`` if none were recorded."""
     entropies_T: FloatColumn | None = None
+    """The entropy in nats at each token; ``None`` if no token has a record."""
     teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
+    """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
 
-_NO_RARE_FIELDS = _RareFields()
+_NO_RARE_FIELDS = RareFields()
 
 
 class _Bundle(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +82,7 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     ids_N: IntColumn
     logprobs_N: FloatColumn
     versions_N: IntColumn
-    more: dict[int, _RareFields]
+    more: dict[int, RareFields]
     """The rare fields of the turns that have any, by the index of the turn in the bundle."""
 
 
@@ -234,7 +242,7 @@ def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
     """Return one bundle of ``episodes``."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
-    rare = {place: rare for place, turn in enumerate(turns) if (rare := _rare_fields(turn)) is not _NO_RARE_FIELDS}
+    rare = {place: rare for place, turn in enumerate(turns) if (rare := rare_fields(turn)) is not _NO_RARE_FIELDS}
     return _Bundle(
         turns_E=[len(episode.turns) for episode in episodes],
         lengths_K=[len(turn.tokens.ids_T) for turn in turns],
@@ -269,14 +277,14 @@ def _turns(bundle: _Bundle, index: int) -> list[Turn]:
     return turns
 
 
-def _rare_fields(turn: Turn) -> _RareFields:
+def rare_fields(turn: Turn) -> RareFields:
     """Return the rare fields of a turn; the object ``_NO_RARE_FIELDS`` if all of them have their default values."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
     if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
         return _NO_RARE_FIELDS
-    return _RareFields(
+    return RareFields(
         context_routing=turn.context_routing,
         failed=turn.failed,
         untrained=turn.untrained,
@@ -297,20 +305,39 @@ def _turn(bundle: _Bundle, index: int, span: slice) -> Turn:
     the bundle's tokens. Raises ``ValueError`` if the slice ends behind the last token."""
     if span.stop > len(bundle.ids_N):
         raise ValueError(f"turn {index} ends at token {span.stop} of {len(bundle.ids_N)}")
-    rare = bundle.more.get(index, _NO_RARE_FIELDS)
-    return Turn(
+    return make_turn(
+        bundle.more.get(index, _NO_RARE_FIELDS),
         author=bundle.authors_K[index],
+        columns=(bundle.ids_N[span], bundle.logprobs_N[span], bundle.versions_N[span]),
+        parent=bundle.parents_K[index],
+        stop_reason=bundle.stops_K[index],
+    )
+
+
+def make_turn(
+    rare: RareFields,
+    *,
+    author: str,
+    columns: tuple[IntColumn, FloatColumn, IntColumn],
+    parent: int | None,
+    stop_reason: StopReason | None,
+) -> Turn:
+    """Return a turn of ``author`` with the ids, logprobs and versions of its tokens in ``columns``. Raises
+    ``ValueError`` if the columns differ in length."""
+    ids_T, logprobs_T, versions_T = columns
+    return Turn(
+        author=author,
         tokens=Tokens(
-            ids_T=bundle.ids_N[span],
-            logprobs_T=bundle.logprobs_N[span],
-            versions_T=bundle.versions_N[span],
+            ids_T=ids_T,
+            logprobs_T=logprobs_T,
+            versions_T=versions_T,
             kept=rare.kept,
             routing=rare.routing,
             entropies_T=rare.entropies_T,
             teacher_scores=rare.teacher_scores,
         ),
-        parent=bundle.parents_K[index],
-        stop_reason=bundle.stops_K[index],
+        parent=parent,
+        stop_reason=stop_reason,
         context_routing=rare.context_routing,
         failed=rare.failed,
         untrained=rare.untrained,

@@ -148,8 +148,7 @@ class RedisLedger:
             )
         except ValueError as error:
             raise ConfigError(
-                f"flow.ledger_url={hide_password(url)!r}: {error}",
-                remedy="give redis://host:port/db, or unix:///path",
+                f"flow.ledger_url={hide_password(url)!r}: {error}", remedy="give redis://host:port/db, or unix:///path"
             ) from None
         self._append = self._server.register_script(_APPEND)
         self._require_append_only_file()

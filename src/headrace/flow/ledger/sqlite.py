@@ -20,13 +20,13 @@ import msgspec
 
 from headrace.base.errors import LedgerError
 from headrace.base.store import COLUMNS_LOST
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.outline import LostGroup
 from headrace.flow.ledger.base import Conservation, GroupAttempt, Lengths, Operation, ResumedGroup, ResumeState
 from headrace.flow.ledger.books import UNFINISHED, Books
 from headrace.flow.ledger.rows import checksum_rows, damage, insert, next_id, seal_all, seal_rows
-from headrace.flow.ledger.turns import decode_turns, join_parts
+from headrace.flow.ledger.turns import EPISODE_COLUMNS, decode_episode_row, join_parts
 from headrace.flow.ledger.writing import Writing
 
 T = TypeVar("T")
@@ -167,22 +167,11 @@ class SqliteLedger:
         """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
         with self._translated_errors("read"):
             rows = self._db.execute(
-                "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
-                " FROM episodes JOIN bundles ON id = bundle WHERE group_number = ? ORDER BY position",
+                f"SELECT position, {EPISODE_COLUMNS} FROM episodes JOIN bundles ON id = bundle WHERE group_number = ?"
+                " ORDER BY position",
                 (number,),
             )
-            return [
-                EpisodeGraph(
-                    key=EpisodeKey(number, position),
-                    turns=decode_turns(turns, entry),
-                    status=EpisodeStatus(status),
-                    reward=reward,
-                    parts=json.loads(parts),
-                    agent_rewards=json.loads(agents),
-                    cause=cause,
-                )
-                for position, status, cause, reward, parts, agents, turns, entry in rows
-            ]
+            return [decode_episode_row(EpisodeKey(number, position), row) for position, *row in rows]
 
     def _partial_turns(self, number: int) -> list[TokenChunk]:
         """Return the recorded tokens of the unfinished turns of the group ``number``, one chunk for each turn."""

@@ -3,24 +3,22 @@ ledger stores."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from headrace.base.types.episode import Branch, EpisodeKey, StopReason, TokenChunk, Turn
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import TokenResults
 from headrace.base.types.stored import Stored
-from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
-from headrace.flow.ledger.bundles import decode_episode
+from headrace.flow.ledger.bundles import RareFields, decode_episode, make_turn, rare_fields
 
 
-class _Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """The stored form of one turn, with the columns of its tokens. Fields with a default have that value in most
-    turns."""
+class _Turn(RareFields, frozen=True, kw_only=True, omit_defaults=False):
+    """The stored form of one turn, with the columns of its tokens."""
 
     author: str
     ids_T: IntColumn
@@ -28,20 +26,11 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
     versions_T: IntColumn
     parent: int | None
     stop_reason: StopReason | None
-    kept: KeptSets | None = None
-    routing: Routing | None = None
-    context_routing: Routing | None = None
-    failed: bool = False
-    reward: float | None = None
-    untrained: str = ""
-    entropies_T: FloatColumn | None = None
-    process: float | None = None
-    branch: Branch | None = None
-    teacher: str = ""
-    teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
-    extra: dict[str, Any] = {}
 
 
+EPISODE_COLUMNS = "status, cause, reward, reward_parts, agent_rewards, turns, entry"
+"""The columns of the tables ``episodes`` and ``bundles`` that describe one episode, in the order of
+:func:`decode_episode_row`."""
 _CODEC = MessageCodec(list[_Turn])
 _LEARNED = MessageCodec(TokenResults | Stored)
 
@@ -57,18 +46,7 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
                 versions_T=turn.tokens.versions_T,
                 parent=turn.parent,
                 stop_reason=turn.stop_reason,
-                kept=turn.tokens.kept,
-                routing=turn.tokens.routing,
-                context_routing=turn.context_routing,
-                failed=turn.failed,
-                untrained=turn.untrained,
-                reward=turn.reward,
-                entropies_T=turn.tokens.entropies_T,
-                process=turn.process,
-                branch=turn.branch,
-                teacher=turn.teacher,
-                teacher_scores=turn.tokens.teacher_scores,
-                extra=turn.extra,
+                **msgspec.structs.asdict(rare_fields(turn)),
             )
             for turn in turns
         ]
@@ -89,27 +67,26 @@ def decode_turns(data: bytes, index: int | None = None) -> list[Turn]:
 
 def _decoded_turn(stored: _Turn) -> Turn:
     """Return the turn that the stored form ``stored`` describes."""
-    return Turn(
+    return make_turn(
+        stored,
         author=stored.author,
-        tokens=Tokens(
-            ids_T=stored.ids_T,
-            logprobs_T=stored.logprobs_T,
-            versions_T=stored.versions_T,
-            kept=stored.kept,
-            routing=stored.routing,
-            entropies_T=stored.entropies_T,
-            teacher_scores=stored.teacher_scores,
-        ),
+        columns=(stored.ids_T, stored.logprobs_T, stored.versions_T),
         parent=stored.parent,
         stop_reason=stored.stop_reason,
-        context_routing=stored.context_routing,
-        failed=stored.failed,
-        untrained=stored.untrained,
-        reward=stored.reward,
-        process=stored.process,
-        branch=stored.branch,
-        teacher=stored.teacher,
-        extra=stored.extra,
+    )
+
+
+def decode_episode_row(key: EpisodeKey, row: Sequence[Any]) -> EpisodeGraph:
+    """Return the episode ``key`` with its turns. ``row`` has the values of :data:`EPISODE_COLUMNS`."""
+    status, cause, reward, parts, agents, turns, entry = row
+    return EpisodeGraph(
+        key=key,
+        turns=decode_turns(turns, entry),
+        status=EpisodeStatus(status),
+        reward=reward,
+        parts=json.loads(parts),
+        agent_rewards=json.loads(agents),
+        cause=cause,
     )
 
 

@@ -33,7 +33,6 @@ class LedgerWriter(Protocol):
     def write(self, operation: Operation) -> None:
         """Record ``operation`` after all operations of earlier calls, without waiting. Raises the error of an earlier
         operation that could not be recorded."""
-        ...
 
     async def flush(self, *, durable: bool = False) -> None:
         """Wait until the operations of all earlier calls are recorded, so that they survive the end of this process. If
@@ -41,11 +40,9 @@ class LedgerWriter(Protocol):
 
         Raises :class:`~headrace.base.errors.LedgerError` if an operation could not be recorded.
         """
-        ...
 
     def close(self) -> None:
         """Record the remaining operations and stop. The wait for a disk that hangs has a time limit."""
-        ...
 
 
 class _Persist:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from headrace.base.config.kinds import Kinds
-from headrace.flow.policies.base import DISPLACED, STALE, Selection, StalenessPolicy
+from headrace.flow.policies.base import STALE, StalenessPolicy
 from headrace.flow.policies.bounded import Bounded
 from headrace.flow.policies.lockstep import OneAhead, Synchronous
 from headrace.flow.policies.unbounded import Unbounded
@@ -17,16 +17,4 @@ POLICIES = Kinds(AnyPolicy, group="headrace.policies", setting="flow.policy", co
 """The registry of all kinds of policies, including policies of installed packages."""
 PolicyConfig = Annotated[AnyPolicy, POLICIES]
 
-__all__ = [
-    "DISPLACED",
-    "STALE",
-    "AnyPolicy",
-    "Bounded",
-    "OneAhead",
-    "PolicyConfig",
-    "Selection",
-    "StalenessPolicy",
-    "Synchronous",
-    "Unbounded",
-    "Windowed",
-]
+__all__ = ["POLICIES", "STALE", "Bounded", "PolicyConfig", "StalenessPolicy"]

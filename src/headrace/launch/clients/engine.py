@@ -167,10 +167,16 @@ class EngineClient(Peer):
         self._refuse_closed()
         if self.orders_address in update.announced_to:
             return await self._wait_until_staged(update.version)
-        call = self.next_call()
-        reply = self.expect(call, Staged)
-        self.send(Stage(call=call, update=update))
-        return (await self._answer(reply, self._describe_staging(update.version))).seconds
+        order = Stage(call=self.next_call(), update=update)
+        return (await self._execute(order, Staged, self._describe_staging(update.version))).seconds
+
+    async def _execute(self, order: Stage | Commit | ScoreTokens | Pause | Resume, kind: type[A], operation: str) -> A:
+        """Send ``order`` to the engine, and wait for its answer, which has the type ``kind``. ``operation`` names the
+        order in an error."""
+        self._refuse_closed()
+        reply = self.expect(order.call, kind)
+        self.send(order)
+        return await self._answer(reply, operation)
 
     async def _answer(self, future: asyncio.Future[A], operation: str) -> A:
         """Wait for ``future``, an answer of the engine, as :meth:`Peer.answer` does, with the deadline of this client.
@@ -227,33 +233,25 @@ class EngineClient(Peer):
             if report_message is None or report_message.report.version != version:
                 report_message = await self._wait_for_report(Committed, f"commit version {version}", version)
             return report_message.report
-        call = self.next_call()
-        reply = self.expect(call, Committed)
         self._committing.add(version)
         try:
-            self.send(Commit(call=call, version=version, mode=mode))
-            return (await self._answer(reply, f"commit version {version}")).report
+            order = Commit(call=self.next_call(), version=version, mode=mode)
+            return (await self._execute(order, Committed, f"commit version {version}")).report
         finally:
             self._committing.discard(version)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprob of each of ``tokens`` under the current weights of the engine, given the tokens before it.
         The value of the first token is 0. The engine divides its logits by ``temperature``."""
-        self._refuse_closed()
-        call = self.next_call()
-        reply = self.expect(call, ScoresReply)
-        self.send(ScoreTokens.create(call, tokens, temperature))
-        return (await self._answer(reply, f"score {len(tokens)} tokens")).logprobs_T
+        order = ScoreTokens.create(self.next_call(), tokens, temperature)
+        return (await self._execute(order, ScoresReply, f"score {len(tokens)} tokens")).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprob of each of ``tokens`` and, for each position, the ``num`` most likely vocabulary entries
         with their logprobs. The values of the first token are 0. ``below`` restricts the entries to ids less than it; 0
         means no restriction. The engine divides its logits by ``temperature``."""
-        self._refuse_closed()
-        call = self.next_call()
-        reply = self.expect(call, ScoresReply)
-        self.send(ScoreTokens.create(call, tokens, temperature, top_k=num, top_below=below))
-        scores = await self._answer(reply, f"score {len(tokens)} tokens")
+        order = ScoreTokens.create(self.next_call(), tokens, temperature, top_k=num, top_below=below)
+        scores = await self._execute(order, ScoresReply, f"score {len(tokens)} tokens")
         empty = np.zeros((len(tokens), 0), np.float32)
         return TopScores(
             logprobs_T=scores.logprobs_T,
@@ -263,19 +261,11 @@ class EngineClient(Peer):
 
     async def pause(self, *, release: bool = False) -> None:
         """Pause the engine between two steps. With ``release``, the engine also frees the memory of its cache."""
-        self._refuse_closed()
-        call = self.next_call()
-        reply = self.expect(call, Paused)
-        self.send(Pause(call=call, release=release))
-        await self._answer(reply, "pause")
+        await self._execute(Pause(call=self.next_call(), release=release), Paused, "pause")
 
     async def resume(self) -> None:
         """Let a paused engine continue."""
-        self._refuse_closed()
-        call = self.next_call()
-        reply = self.expect(call, Paused)
-        self.send(Resume(call=call))
-        await self._answer(reply, "resume")
+        await self._execute(Resume(call=self.next_call()), Paused, "resume")
 
     def stats(self) -> EngineStats:
         """Return the latest counters that the engine has sent."""

@@ -221,11 +221,7 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         Raises :class:`~headrace.base.errors.EpisodeError`, with the reason, if the episode has failed.
         """
         order = RunEpisode(
-            call=0,
-            row=task.row,
-            prompt_ids_T=task.prompt_ids_T,
-            seed=episode.seed,
-            attempt_kind=episode.attempt_kind,
+            call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed, attempt_kind=episode.attempt_kind
         )
         call = EpisodeCall(order=order, episode=episode)
         report = await self.execute(call)

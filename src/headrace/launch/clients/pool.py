@@ -34,6 +34,7 @@ from enum import Enum, auto
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from headrace.base.errors import EnvError
+from headrace.base.tasks import task_group
 from headrace.launch.clients.peer import Peer
 
 MAX_IDLE_DEATHS = 8
@@ -369,7 +370,7 @@ class WorkerPool(ABC, Generic[W, C, A]):
         Raises the :class:`~headrace.base.errors.HeadraceError` because of which the machine cannot be used.
         """
         try:
-            async with asyncio.TaskGroup() as group.tasks:
+            async with task_group() as group.tasks:
                 keeping = self._add_slots(group)
                 await group.leaving.wait()
                 self._remove_slots(group)
@@ -378,11 +379,6 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 for task in keeping:
                     task.cancel()
                 await asyncio.gather(*(worker.retire() for worker in list(group.workers)))
-        except BaseExceptionGroup as errors:
-            error: BaseException = errors
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
         finally:
             self._remove_slots(group)
             group.lose()

@@ -141,11 +141,7 @@ class EngineHost:
     and sends chunks, answers and counters. ``stager`` is the thread in which versions are staged."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        channel: PartEnd,
-        stager: ThreadPoolExecutor,
-        config: EngineHostConfig,
+        self, core: EngineCore, channel: PartEnd, stager: ThreadPoolExecutor, config: EngineHostConfig
     ) -> None:
         """Create the loop; :meth:`serve` runs it. The class describes the arguments; ``config`` contains the other
         objects that the loop uses."""

@@ -130,7 +130,7 @@ class _OrderDispatcher:
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
             if _is_cancelled(error) and order.call not in self.cancelled_calls:
                 kill_now()  # code of an unknown episode has cancelled this task, so all episodes are repeated
-            self._fail(order.call, "env_error", _describe_error(error, self.source))
+            self._fail(order.call, "env_error", where(error, self.source))
         finally:
             self.running.pop(order.call, None)
             self.cancelled_calls.discard(order.call)
@@ -297,13 +297,3 @@ def _is_cancelled(error: BaseException) -> bool:
     """Return whether ``error`` is the cancellation of the current task, and not a ``CancelledError`` that user code has
     raised."""
     return isinstance(error, asyncio.CancelledError) and being_cancelled()
-
-
-def _describe_error(error: BaseException, source: str) -> str:
-    """Return an exception of user code as text: its type, its message and, if the traceback contains it, the line
-    number in the user's file ``source``. This function never raises an error, even if the exception cannot be
-    printed."""
-    try:
-        return where(error, source)
-    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        return f"{type(error).__name__}, which cannot be printed"

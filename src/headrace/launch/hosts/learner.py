@@ -144,21 +144,13 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
 def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
     """Report the learner's current unit of work, from ``progress``, to the controller every :data:`HEARTBEAT_S` seconds
     within this context. A thread sends the reports."""
-    clock, stopped = RealClock(), threading.Event()
+    stopped = threading.Event()
 
     def beat() -> None:
         """Send a report about the current unit of work every :data:`HEARTBEAT_S` seconds until ``stopped`` is set. This
         is the body of the thread."""
         while not stopped.wait(HEARTBEAT_S):
-            unit = progress.unit
-            channel.send(
-                Working(
-                    num_units=progress.num_units,
-                    what=unit.what,
-                    since_s=clock.now() - unit.start_s,
-                    usual_s=progress.usual_s(),
-                )
-            )
+            channel.send(Working(num_units=progress.num_units, what=progress.unit.what, usual_s=progress.usual_s()))
 
     thread = threading.Thread(target=beat, daemon=True, name="heartbeat")
     thread.start()

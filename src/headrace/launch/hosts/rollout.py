@@ -10,6 +10,7 @@ from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.base.heap import gc_frozen
+from headrace.base.tasks import first_error
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.controller import Chunks, EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import (
@@ -59,14 +60,11 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
         async with open_workers(start.environment, start.sampling, directory, notes.add) as workers:
             await _run_shard(start, channel, workers, notes.send)
     except BaseExceptionGroup as group:
-        raise _first_error(group) from None
+        raise first_error(group) from None
 
 
 async def _run_shard(
-    start: RolloutStart,
-    channel: PartChannel,
-    workers: ShardWorkers | None,
-    on_ready: Callable[[], None] = lambda: None,
+    start: RolloutStart, channel: PartChannel, workers: ShardWorkers | None, on_ready: Callable[[], None] = lambda: None
 ) -> None:
     """Run the episodes of a shard, in the environment of ``workers`` if there is one. ``on_ready`` is called when the
     shard has reported that it is ready."""
@@ -114,14 +112,6 @@ class _Notes:
         early, self._early = self._early or [], None
         for text in early:
             self.add(text)
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error in ``group`` that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class RolloutShard:

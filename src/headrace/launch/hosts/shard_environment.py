@@ -9,13 +9,13 @@ import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from headrace.base.environ import run_token
 from headrace.base.errors import DeadlineError
 from headrace.base.types.messages.controller import WorkerSeen, WorkersSeen
 from headrace.base.types.sampling import Sampling
-from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients import EnvPeer, EnvPool
 from headrace.launch.environments import make_pool, plan_endpoint
@@ -69,12 +69,8 @@ class _WorkerStarter:
         """Start a worker with the settings ``start``."""
         # with the process id, so that a restarted shard does not use the sockets of workers that are still ending
         name = f"environment-{os.getpid()}-{next(self._numbers)}"
-
-        def make_peer(channel: ControllerChannel) -> EnvPeer:
-            """Return the peer of the worker."""
-            return EnvPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
-
-        spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=make_peer)
+        peer = partial(EnvPeer, name, token=self._site.token, on_spans=self._site.on_spans)
+        spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
         child = await Child.start(self._site, spec, self._starter)
         self.children[:] = [*(each for each in self.children if not each.closed), child]
         return child

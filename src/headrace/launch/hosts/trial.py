@@ -24,6 +24,7 @@ import numpy as np
 from headrace.base.clock import RealClock, being_cancelled
 from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
+from headrace.base.tasks import first_error
 from headrace.base.types.messages.scorer import ScoreCompletions
 from headrace.rollout.environments.bridges import load_environment
 from headrace.rollout.environments.entry import Rollout, load_entry
@@ -90,17 +91,12 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
     """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError` that contains the line in the
     user's file, which is the part of ``entry`` before its last colon. An error which means that the file cannot be used
     has the reason :data:`UNUSABLE`."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     if isinstance(error, EpisodeError):
         return error
     if isinstance(error, HeadraceError):
         return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
-    try:
-        problem = where(error, entry.rpartition(":")[0])
-    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        problem = f"{type(error).__name__}, which cannot be printed"
-    return EpisodeError(problem, remedy="")  # the problem names the line
+    return EpisodeError(where(error, entry.rpartition(":")[0]), remedy="")  # the problem names the line
 
 
 @functools.cache

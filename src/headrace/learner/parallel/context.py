@@ -250,14 +250,8 @@ class _Gather(torch.autograd.Function):
         return mine, None
 
 
-class _GatherShared(torch.autograd.Function):
+class _GatherShared(_Gather):
     """The autograd function of :func:`gather_shared`: an all-gather whose backward pass does not communicate."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return the tensors of all ranks of ``group``, concatenated along the first axis."""
-        ctx.group = group
-        return _all_gather(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -23,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headrace.base.errors import CheckpointError, ModelError
+from headrace.base.errors import CheckpointError
 from headrace.learner import snapshot
 from headrace.learner.auxiliary.base import AuxiliaryModel
 from headrace.learner.parallel.load import load_sharded
@@ -32,7 +31,6 @@ from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.learner.parallel.parts import STEP, UPDATES, SavedParts, SavedTensor, find_shards, number_of_files
 from headrace.learner.parallel.saving import WEIGHT, ShardedSnapshot, SourceTensor
 from headrace.learner.parallel.shards import local_shard, slice_shard
-from headrace.models.config import ModelConfig
 from headrace.models.weights import fixed_buffers, is_adapted, weight_tensors
 
 _OPTIMIZER = "optimizer|"
@@ -130,7 +128,7 @@ class Snapshot:
         if (shards := find_shards(directory)) and not is_adapted(self._model):
             self._restore_shards(directory, shards)
         elif isinstance(self._ranks, Ranks) and not is_adapted(self._model):
-            self._restore_parts(directory, self._ranks)
+            snapshot.restore_weights(directory, self._model, partial(load_sharded, ranks=self._ranks))
         else:
             snapshot.restore_weights(directory, self._model)
         for one in self._optimizer.trained:
@@ -147,28 +145,9 @@ class Snapshot:
             if {name: tensor.shape for name, tensor in model_tensors.items()} != {
                 name: one.shape for name, one in saved.items()
             }:
-                raise _other_model_error(directory, self._model)
+                raise snapshot.other_model_error(directory, self._model)
             for name, tensor in model_tensors.items():
                 local_shard(tensor.detach()).copy_(slice_shard(saved[name], tensor))
-
-    @torch.no_grad()
-    def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
-        """Load this rank's shard of the weights in ``directory`` into the model. Raises
-        :class:`~headrace.base.errors.CheckpointError` if they belong to another model."""
-        dtype: Any = str(self._model.dtype).removeprefix("torch.")
-        model_tensors = weight_tensors(self._model)
-        try:
-            saved = weight_tensors(load_sharded(ModelConfig(path=str(directory), dtype=dtype), ranks))
-        except ModelError as error:
-            raise CheckpointError(
-                f"snapshot {directory} holds no usable weights: {error.problem}", remedy="resume from an older snapshot"
-            ) from error
-        if {name: tensor.shape for name, tensor in model_tensors.items()} != {
-            name: t.shape for name, t in saved.items()
-        }:
-            raise _other_model_error(directory, self._model)
-        for name, tensor in model_tensors.items():
-            local_shard(tensor.detach()).copy_(local_shard(saved[name].detach()))
 
     def restore_optimizer(self, directory: Path) -> int:
         """Restore this rank's shards of the optimizer's moments and of the float32 masters, and the random state.
@@ -232,14 +211,6 @@ def _reading(directory: Path, contents: str) -> Iterator[None]:
             f"the {contents} of snapshot {directory} cannot be read, or is another model's: {error!r}",
             remedy="resume with the model that the snapshot was made from, from an older snapshot, or train again",
         ) from None
-
-
-def _other_model_error(directory: Path, model: PreTrainedModel) -> CheckpointError:
-    """Return the error for weights in ``directory`` that do not belong to ``model``."""
-    return CheckpointError(
-        f"the weights in {directory} are of another model than {type(model).__name__} as configured",
-        remedy="resume with the model.path that the run was started with",
-    )
 
 
 def _all_files(directory: Path, kind: str) -> list[Path]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headrace.base.errors import CheckpointError
-from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, compute_checksums, flush, flush_one, free_bytes, seal
+from headrace.learner.disk import SLACK_BYTES, compute_checksums, copy_tokenizer, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
 from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
@@ -247,9 +247,7 @@ def _write_small(directory: Path, model: PreTrainedModel, model_dir: Path) -> No
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
-    for pattern in TOKENIZER_FILES:
-        for path in model_dir.glob(pattern):
-            shutil.copyfile(path, directory / path.name)
+    copy_tokenizer(model_dir, directory)
 
 
 def _write_index(directory: Path, files: Mapping[str, str]) -> None:

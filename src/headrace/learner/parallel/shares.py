@@ -14,13 +14,6 @@ from headrace.learner.parallel.shards import assign_to_ranks, local_ranges
 from headrace.sync.pieces import Box
 
 
-class _LocalBox(msgspec.Struct, frozen=True):
-    """The part of a tensor on a rank, as a message: the fields of its :class:`Box`."""
-
-    starts: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
 def local_box(name: str, tensor: Tensor) -> Box:
     """Return the box of the ``tensor`` called ``name`` that this rank has: the whole tensor if it is not sharded.
     Raises :class:`~headrace.base.errors.ConfigError` if the rank has several ranges of an axis, which are not a box."""
@@ -40,11 +33,8 @@ def assign_boxes(tensors: Mapping[str, Tensor], ranks: AnyRanks) -> list[dict[st
     """Return, for each rank, the boxes that it sends, by the names of the tensors. A box that several ranks have is
     sent by one of them. All ranks must call this together, and get the same result. Raises
     :class:`~headrace.base.errors.ConfigError` as :func:`local_box` does."""
-    parts = [local_box(name, tensor) for name, tensor in tensors.items()]
-    message = msgspec.json.encode([_LocalBox(part.starts, part.shape) for part in parts])
-    parts_by_rank = [msgspec.json.decode(each, type=list[_LocalBox]) for each in ranks.gather(message)]
-    boxes_by_rank = [[Box(starts=part.starts, shape=part.shape) for part in each] for each in parts_by_rank]
-    return assign_gathered_boxes(tensors, boxes_by_rank)
+    message = msgspec.json.encode([local_box(name, tensor) for name, tensor in tensors.items()])
+    return assign_gathered_boxes(tensors, [msgspec.json.decode(each, type=list[Box]) for each in ranks.gather(message)])
 
 
 def assign_gathered_boxes(

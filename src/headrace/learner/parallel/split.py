@@ -136,12 +136,7 @@ class _HeadAlone:
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits ``[C, V]`` that the model's own head computes from hidden states."""
-        self._given_hidden.hidden = hidden_CD[None]
-        try:
-            logits_CV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]
-        finally:
-            self._given_hidden.hidden = None
-        return logits_CV
+        return self._given_hidden.compute_logits(self._model, hidden_CD)
 
 
 def _matrix(linear: Any) -> HeadMatrix | None:

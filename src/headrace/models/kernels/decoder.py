@@ -11,6 +11,9 @@ Shape legend: N tokens, D hidden size, K key-value heads, S tokens of a block, E
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,6 +50,10 @@ _GAP_BYTES = 64
 kernels.cpp."""
 _PROBE = (2, 15)
 """The numbers of new tokens in the two rows of the probe. The second row enters its second block when it continues."""
+
+
+MakeForward = Callable[[nn.Module], Fused]
+"""A function that makes the replacement of the forward method of a module."""
 
 
 class ScratchBuffers:
@@ -175,22 +182,9 @@ def fuse_mixers(model: nn.Module, ops: Kernels) -> tuple[dict[str, int], str]:
     """Replace the mixers with the gated delta rule in a model whose modules are fused, if the model then decodes to the
     same logits up to rounding. Return the number of replaced mixers of each class, and the class of mixers that could
     not be replaced (empty if there is none)."""
-    mixers = [module for module in model.modules() if fits_delta_net(module)]
-    if not mixers:
-        return {}, ""
-    with torch.inference_mode():
-        expected = _decode_probe(model, ops)
-        for module in mixers:
-            module.forward = FusedDeltaNet(module, ops)
-        try:
-            same = close(_decode_probe(model, ops), expected)
-        except Exception:  # noqa: BLE001 - a foreign mixer may raise anything
-            same = False
-    if not same:
-        for module in mixers:
-            restore(module.forward)  # type: ignore[arg-type]
-        return {}, type(mixers[0]).__name__
-    return dict(Counter(type(module).__name__ for module in mixers)), ""
+    mixers = {module: partial(FusedDeltaNet, ops=ops) for module in model.modules() if fits_delta_net(module)}
+    counts = _replace_if(close, model, ops, mixers)
+    return counts, "" if counts or not mixers else type(next(iter(mixers))).__name__
 
 
 def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
@@ -198,22 +192,32 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
 
     Return the number of replaced layers of each class.
     """
-    layers = {module: kind for module in model.modules() if (kind := _fused_layer_class(module)) is not None}
-    if not layers:
+    scratch = ScratchBuffers(ops.dtype)
+    layers = {
+        module: partial(kind, ops=ops, room=scratch)
+        for module in model.modules()
+        if (kind := _fused_layer_class(module)) is not None
+    }
+    return _replace_if(torch.equal, model, ops, layers)  # a layer may compute more than its modules
+
+
+def _replace_if(
+    same: Callable[[Tensor, Tensor], bool], model: nn.Module, ops: Kernels, forwards: Mapping[nn.Module, MakeForward]
+) -> dict[str, int]:
+    """Replace the forward methods of the modules in ``forwards``, if ``same`` says that the logits of a probe are the
+    same with the replacements as before. Return the number of replaced modules of each class."""
+    if not forwards:
         return {}
     with torch.inference_mode():
-        expected, scratch = _decode_probe(model, ops), ScratchBuffers(ops.dtype)
-        for module, kind in layers.items():
-            module.forward = kind(module, ops, scratch)
-        try:
-            same = torch.equal(_decode_probe(model, ops), expected)
-        except Exception:  # noqa: BLE001 - a foreign layer may raise anything
-            same = False
-    if not same:  # the layer computes more than its modules
-        for module in layers:
-            del module.forward
-        return {}
-    return dict(Counter(type(module).__name__ for module in layers))
+        expected = _decode_probe(model, ops)
+        for module, make in forwards.items():
+            module.forward = make(module)
+        with suppress(Exception):  # a foreign module may raise anything
+            if same(_decode_probe(model, ops), expected):
+                return dict(Counter(type(module).__name__ for module in forwards))
+    for module in forwards:
+        restore(module.forward)  # type: ignore[arg-type]
+    return {}
 
 
 def _fused_layer_class(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None:

@@ -29,7 +29,7 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.kernels.panels import PackedProduct
 from headrace.models.paged.base import BLOCK, Geometry, LayerShape, PagedCache
 from headrace.models.paged.compiled import CompiledAttention
-from headrace.models.paged.plan import PagedPlan
+from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.predicting import PredictionHead
 from headrace.models.recurrent import recurrent_layers
 from headrace.models.routing import find_routing
@@ -138,7 +138,7 @@ class InvariantPlan(PackedPlan):
         loaded = kernels()
         assert isinstance(loaded, Kernels)
         attention = CompiledAttention(loaded, self._geometry, _CPU)
-        shape = LayerShape(heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2])
+        shape = LayerShape.from_tensors(key_NKD, value_NKD)
         plain = super().attend
 
         def compiled(query: Tensor, key: Tensor, value: Tensor) -> Tensors:
@@ -354,22 +354,10 @@ def _is_invariant(model: nn.Module) -> bool:
     loaded = kernels()
     assert isinstance(loaded, Kernels)
     plan = InvariantPlan(_PROBE)
-    shapes: dict[int, LayerShape] = {}
-
-    class ShapeRecorder(InvariantPlan):
-        """A plan that also records the shape of each layer's keys and values."""
-
-        def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-            """Record the shape of the layer's keys and values, then compute attention."""
-            shapes[rule.layer] = LayerShape(
-                heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
-            )
-            return super().attend(query_NHD, key_NKD, value_NKD, rule)
-
     ids_N = torch.arange(sum(_PROBE)) * 7 % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type]
-    packed_NV = forward(model, ids_N, ShapeRecorder(_PROBE))
+    packed_NV = forward(model, ids_N, plan)
     tables_RB, begins_R = plan._geometry.tables_RB, np.cumsum(_PROBE) - _PROBE
-    cache = PagedCache([shapes[i] for i in sorted(shapes)], plan._num_blocks, dtype=torch.float32, device=_CPU)
+    cache = PagedCache(cache_shapes(model), plan._num_blocks, dtype=torch.float32, device=_CPU)
     for step in range(max(_PROBE)):
         rows = np.flatnonzero(np.asarray(_PROBE) > step)
         geometry = Geometry(

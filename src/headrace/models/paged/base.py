@@ -44,6 +44,11 @@ class LayerShape:
     value_size: int
     """The size of one head's value."""
 
+    @classmethod
+    def from_tensors(cls, key_NKD: Tensor, value_NKD: Tensor) -> LayerShape:
+        """Return the sizes of a layer that computes the keys ``key_NKD`` and the values ``value_NKD``."""
+        return cls(heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2])
+
     @property
     def numbers(self) -> int:
         """Return the number of numbers in the keys and values of one token."""

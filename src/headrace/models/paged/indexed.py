@@ -19,6 +19,7 @@ from torch import Tensor
 
 from headrace.models.attention import Choose, ChosenTokens, Rule, attend_masked
 from headrace.models.indexed import KeyExchange, compute_keys
+from headrace.models.padding import gather_rows
 from headrace.models.paged.base import BLOCK, Geometry, Index
 from headrace.models.paged.reference import Writer, row_buckets
 
@@ -59,10 +60,7 @@ class IndexedPass:
         self._buckets: list[_IndexedRows] = []
         """The rows of the pass in buckets of similar length."""
         for members in parts:  # rows of similar length, padded to the longest of them
-            column_L = np.arange(int(geometry.counts_R[members].max()))
-            inside_BL = column_L < geometry.counts_R[members][:, None]
-            gather_BL = begins_R[members][:, None] + np.where(inside_BL, column_L, 0)
-            place_N[gather_BL[inside_BL]] = filled + np.flatnonzero(inside_BL)
+            gather_BL = gather_rows(begins_R[members], geometry.counts_R[members], place_N, filled)
             filled += gather_BL.size
             self._buckets.append(_make_rows(geometry, members, gather_BL, device))
         self._place_N = torch.from_numpy(place_N).to(device)

@@ -113,9 +113,7 @@ class _ShapeRecorder(PackedPlan):
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Record the shape of the layer's keys and values, then compute attention as :class:`PackedPlan` does."""
-        self.shapes[rule.layer] = LayerShape(
-            heads=key_NKD.shape[1], key_size=key_NKD.shape[2], value_size=value_NKD.shape[2]
-        )
+        self.shapes[rule.layer] = LayerShape.from_tensors(key_NKD, value_NKD)
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 

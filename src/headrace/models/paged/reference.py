@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.attention import PackedPlan, Rule, attend_masked, bucket_by_length
+from headrace.models.padding import gather_rows
 from headrace.models.paged.base import BLOCK, Geometry, Index
 
 
@@ -92,10 +93,7 @@ class Prompts:
         filled = len(fresh_F)
         for bucket in row_buckets(geometry, resumed):
             part = _Gathered(geometry, bucket, device)
-            column_Q = np.arange(int(counts_R[bucket].max()))
-            inside_RQ = column_Q < counts_R[bucket][:, None]
-            gather_RQ = begins_R[bucket][:, None] + np.where(inside_RQ, column_Q, 0)
-            place_F[gather_RQ[inside_RQ]] = filled + np.flatnonzero(inside_RQ)
+            gather_RQ = gather_rows(begins_R[bucket], counts_R[bucket], place_F, filled)
             filled += gather_RQ.size
             self._resumed.append((part, torch.from_numpy(gather_RQ).to(device)))
         self._fresh_F = torch.from_numpy(fresh_F).to(device)

@@ -38,26 +38,6 @@ Function = Callable[..., Any]
 """A function of a mixer's module."""
 
 
-class MixerCall:
-    """One call of a mixer in a pass: the plan of the pass, and the number of recurrences that the mixer has
-    computed."""
-
-    def __init__(self, plan: Any, layer: int) -> None:
-        """Start a call of the mixer of the layer with index ``layer``, in a pass with ``plan``."""
-        self._plan = plan
-        self._layer = layer
-        self._count = 0
-        """The number of recurrences that the mixer has computed in this call."""
-
-    def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the inputs ``inputs_N`` of the tokens of the pass with the plan, and return its
-        outputs. The state is identified by the layer and by the number of earlier recurrences."""
-        key = self._layer, self._count
-        self._count += 1
-        found: Tensor = self._plan.recur(key, recurrence, inputs_N)
-        return found
-
-
 GIVEN: ContextVar[Any] = ContextVar("plan of the layer", default=None)
 """The plan of the layer that is being computed, since some layers do not pass it to their mixer."""
 
@@ -71,8 +51,10 @@ class RecurrentForward:
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
         """The module's own forward method."""
-        self._call: MixerCall | None = None
-        """The call of the mixer that is being computed with a plan; ``None`` outside such a call."""
+        self._plan: Any = None
+        """The plan of the call that is being computed; ``None`` outside a call with a plan."""
+        self._count = 0
+        """The number of recurrences that the mixer has computed in this call."""
         self._module = module
         self._packed = self._bind()
         """The module's forward method with recurrences that the plan computes."""
@@ -96,7 +78,7 @@ class RecurrentForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> RecurrentForward:
         """Return the replacement for the copy of the module, with its own calls."""
         replacement = memo[id(self)] = object.__new__(RecurrentForward)
-        replacement.layer, replacement._call = self.layer, None
+        replacement.layer, replacement._plan = self.layer, None
         replacement._module, replacement._own = copy.deepcopy(self._module, memo), copy.deepcopy(self._own, memo)
         replacement._packed = replacement._bind()
         return replacement
@@ -108,11 +90,11 @@ class RecurrentForward:
         GIVEN.set(None)
         if plan is None:
             return self._own(*args, **kwargs)
-        self._call = MixerCall(plan, self.layer)
+        self._plan, self._count = plan, 0
         try:
             return self._packed(*args, **kwargs)
         finally:
-            self._call = None
+            self._plan = None
 
     def follow(self, layer: nn.Module) -> None:
         """Read the plan from the arguments of ``layer``, which contains the mixer, before the layer runs, since some
@@ -124,9 +106,13 @@ class RecurrentForward:
         GIVEN.set(kwargs.get(PLAN))
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the present call, and return its outputs."""
-        assert self._call is not None
-        return self._call.recur(recurrence, inputs_N)
+        """Compute a recurrence over the tokens of the present call with its plan, and return its outputs. The state is
+        identified by the layer and by the number of earlier recurrences."""
+        assert self._plan is not None
+        key = self.layer, self._count
+        self._count += 1
+        found: Tensor = self._plan.recur(key, recurrence, inputs_N)
+        return found
 
 
 Recur = Callable[[Recurrence, Tensors], Tensor]

@@ -21,6 +21,7 @@ from headrace.base.errors import ModelError
 from headrace.models.attention import PackedPlan, bucket_by_length, forward
 from headrace.models.config import SUPPORTED
 from headrace.models.kernels.ops import Kernels
+from headrace.models.padding import gather_rows
 from headrace.models.recurrent.base import Key, Recurrence, StateShape, Tensors
 
 Index = npt.NDArray[np.int64]
@@ -127,10 +128,7 @@ class StatePass:
         # place_F: the index of each token in the concatenated outputs of all buckets
         place_F, filled = np.empty(int(counts.sum()), np.int64), 0
         for members in bucket_by_length(counts):
-            columns = np.arange(int(counts[members[0]]))
-            inside = columns < counts[members][:, None]
-            gather = begins[members][:, None] + np.where(inside, columns, 0)
-            place_F[gather[inside]] = filled + np.flatnonzero(inside)
+            gather = gather_rows(begins[members], counts[members], place_F, filled)
             filled += gather.size
             self._buckets.append(
                 _PaddedRows(

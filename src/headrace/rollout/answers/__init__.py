@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace.base.plugins import Registry
-from headrace.rollout.answers.base import ContentFilter, ParsedAnswer, Parser, ReasoningFilter, split_reasoning
+from headrace.rollout.answers.base import ContentFilter, Parser, ReasoningFilter, split_reasoning
 
 PARSERS = Registry[Callable[[], Parser]](
     group="headrace.parsers",
@@ -15,7 +15,7 @@ PARSERS = Registry[Callable[[], Parser]](
 )
 """The constructors of parsers, by the names of ``env.tool_parser``."""
 
-__all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "make_parser", "split_reasoning"]
+__all__ = ["PARSERS", "ContentFilter", "Parser", "ReasoningFilter", "make_parser", "split_reasoning"]
 
 
 def make_parser(name: str, template: str) -> Parser:

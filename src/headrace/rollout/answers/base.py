@@ -35,7 +35,6 @@ class Parser(Protocol):
 
     def __call__(self, text: str) -> ParsedAnswer:
         """Return the content and the tool calls of ``text``, a complete answer."""
-        ...
 
     def num_certain(self, text: str, *, begun: bool = False) -> int:
         """Return how many characters at the start of ``text`` are certainly content. ``text`` is the beginning of an
@@ -44,7 +43,6 @@ class Parser(Protocol):
 
         With ``begun``, ``text`` is not the beginning of the answer, but follows text that an earlier call of this
         method returned as content."""
-        ...
 
 
 @runtime_checkable

@@ -32,11 +32,9 @@ class Answering(Protocol):
         Raises :class:`~headrace.base.errors.BudgetSpent`, :class:`~headrace.base.errors.EpisodeError` and
         :class:`~headrace.base.errors.RequestError`.
         """
-        ...
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         """Return the model's answer to ``prompt_ids_T``, the complete input of the model."""
-        ...
 
 
 class AnswerPiece(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,20 +71,16 @@ class OpenEpisode(Answering, Protocol):
     ) -> Reply:
         """Return the model's answer to ``messages``. ``on_piece`` receives the pieces of the answer while it is
         sampled."""
-        ...
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return how many tokens the model would read to answer ``messages`` if it is offered ``tools``."""
-        ...
 
     def spell(self, token: int) -> str:
         """Return the text of a token, including special tokens."""
-        ...
 
     def restart(self) -> None:
         """Discard the conversation before another attempt, after a failure that the model did not cause. Equal requests
         then receive the same answers again."""
-        ...
 
 
 LAST = -1
@@ -118,7 +112,6 @@ class Environment(Protocol):
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         """Attempt ``task`` and return the outcome. ``episode`` samples the model's answers. An exception fails this
         episode only."""
-        ...
 
 
 class SingleTurn:

@@ -188,9 +188,7 @@ class EnvConfig(Section):
                 remedy="make the function a component: [[env.rewards]] kind = 'function', ref = 'file.py:name'",
             )
         for name in ("timeout_s", "workers", "concurrency"):
-            given = {"timeout_s": self.reward_timeout_s, "workers": self.reward_workers}.get(
-                name, self.reward_concurrency
-            )
+            given = getattr(self, f"reward_{name}")
             if given != type(self).model_fields[f"reward_{name}"].default:
                 raise ConfigError(
                     f"env.reward_{name}={given} has no effect on env.rewards", remedy=f"set {name} in their tables"
@@ -297,9 +295,5 @@ class EnvConfig(Section):
         return self
 
 
-_ENTRIES = {
-    "env": "my_env.py:MyEnv",
-    "rollout": "my_env.py:rollout",
-    "bridge": "reasoning_gym/basic_arithmetic",
-}
+_ENTRIES = {"env": "my_env.py:MyEnv", "rollout": "my_env.py:rollout", "bridge": "reasoning_gym/basic_arithmetic"}
 """An example of ``env.entry`` for each ``env.kind`` that needs one."""

@@ -15,7 +15,7 @@ Shape legend: R rows of the dataset.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
@@ -25,6 +25,9 @@ from pydantic import Field
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headrace.flow.ledger.base import GroupAttempt
 
 _DRAWS = 0x435552
 """A constant in the seed that makes these random draws independent of all others."""
@@ -113,35 +116,6 @@ class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
         return min(self.open, default=self.next_number)
 
 
-class Attempted(Protocol):
-    """The record of a group that attempted a row. The ledger's record of a group implements this protocol."""
-
-    @property
-    def number(self) -> int:
-        """The number of the group."""
-        ...
-
-    @property
-    def row(self) -> int:
-        """The index of the row that the group attempts."""
-        ...
-
-    @property
-    def oldest_version(self) -> int:
-        """The policy version that was committed when the group was admitted."""
-        ...
-
-    @property
-    def closed(self) -> bool:
-        """Whether the group has an outcome or was dropped, so that its record is final."""
-        ...
-
-    @property
-    def rewards(self) -> Sequence[float]:
-        """The rewards of the scored episodes of the group; empty if it was dropped."""
-        ...
-
-
 class Curriculum:
     """The chooser of rows: the run calls :meth:`pick` for each new group. ``epochs`` limits the number of groups, in
     passes over the dataset; ``None`` means no limit. ``shuffle`` says whether unseen rows are chosen in random
@@ -219,7 +193,7 @@ class Curriculum:
             open=tuple(sorted(self._open)),
         )
 
-    def restore(self, state: CurriculumState, since: Iterable[Attempted]) -> None:
+    def restore(self, state: CurriculumState, since: Iterable[GroupAttempt]) -> None:
         """Set the state to ``state``, taken from a snapshot, and apply the groups ``since``: all groups from
         ``state.first_unknown`` on, in the order of their numbers."""
         num_rows = len(self._last_R)

@@ -3,41 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from headrace.base.errors import DataError
 from headrace.base.types.task import Prompt, Task
 from headrace.rollout.environments.data import Row
+from headrace.rollout.rendering import Tokenizer
 
 _ROLES = ("system", "user", "assistant", "tool", "developer")
 """The roles that a message of a prompt may have."""
 
 
-class PromptTokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are needed to convert prompts."""
-
-    chat_template: str | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
-        ...
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        """Return the conversation as the text that the model reads. With ``add_generation_prompt``, the beginning of
-        the next answer follows. ``tokenize`` must be false, because otherwise ids are returned."""
-        ...
-
-
 def make_tasks(
-    rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
+    rows: Sequence[Row], column: str, tokenizer: Tokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
     """Return one task for each of ``rows``, with the prompt from ``column``. Raises :class:`DataError` with the problem
     and the row: ``source``, such as the name of the file, and the number of the row, counted from 1. If prompts are
@@ -50,7 +30,7 @@ def make_tasks(
     ]
 
 
-def _make_task(index: int, row: Row, column: str, tokenizer: PromptTokenizer, *, row_name: str) -> Task:
+def _make_task(index: int, row: Row, column: str, tokenizer: Tokenizer, *, row_name: str) -> Task:
     """Return the task of ``row``, which has the index ``index``, with the prompt in ``column`` as token ids.
     ``row_name`` names the row in errors."""
     if column not in row:
@@ -92,7 +72,7 @@ def _check_prompt(prompt: Any, row_name: str) -> Prompt:
     )
 
 
-def _encode_chat(messages: list[dict[str, Any]], tokenizer: PromptTokenizer, row_name: str) -> list[int]:
+def _encode_chat(messages: list[dict[str, Any]], tokenizer: Tokenizer, row_name: str) -> list[int]:
     """Return the token ids of chat messages, rendered by the model's template, with the beginning of an answer.
     ``row_name`` names their row in errors."""
     if tokenizer.chat_template is None:

@@ -27,11 +27,7 @@ from headrace.rollout.scoring.reward import RewardFunction, load_reward
 
 AnyReward = FunctionReward | ExactReward | MathReward | CodeReward | JudgeReward
 REWARDS = Kinds(
-    AnyReward,
-    group="headrace.scorers",
-    setting="env.rewards",
-    contract=RewardSection,
-    implied={"ref": "function"},
+    AnyReward, group="headrace.scorers", setting="env.rewards", contract=RewardSection, implied={"ref": "function"}
 )
 """All kinds of rewards, including the kinds of installed packages."""
 RewardConfig = Annotated[AnyReward, REWARDS]

@@ -122,12 +122,10 @@ class Scorer(Protocol):
     @property
     def by_group(self) -> bool:
         """Whether the scorer needs all completions of a group in one call."""
-        ...
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         """Return the scores of ``completions`` of ``task``: one completion, or all completions of a group if
         :attr:`by_group` is true."""
-        ...
 
 
 class TurnScorer(Protocol):
@@ -139,22 +137,18 @@ class TurnScorer(Protocol):
     ) -> Graded:
         """Return the process reward of one turn. ``text`` is the text of the turn, ``history`` is the text that the
         model read before it, and ``turn`` is the number of the turn in the episode."""
-        ...
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of all components in order, including components that score whole episodes."""
-        ...
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
         """Return the part of the episode's reward that each turn earned. ``turns`` are the results of
         :meth:`score_turn` in order, none of which may have failed."""
-        ...
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
         """Return the value of each component over all turns of an episode, by name. ``turns`` are the results of
         :meth:`score_turn` in order."""
-        ...
 
 
 @dataclass(slots=True)
@@ -201,7 +195,6 @@ class TimedGrader(Protocol):
         """Score ``requests`` of one completion each sequentially, and return the scores of each. A grader that calls
         functions in threads uses one thread for all of them, because changing threads takes longer than a short call.
         ``on_start`` is called, from any thread, when the first call begins."""
-        ...
 
 
 class Grader(Protocol):
@@ -213,12 +206,10 @@ class Grader(Protocol):
     @property
     def wants(self) -> frozenset[ContextField]:
         """The fields of :class:`ScoringContext` that the grader uses. Only these fields are sent to it."""
-        ...
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         """Return the scores of the completions in ``request``. Every error becomes a failure. ``on_start`` is called,
         from any thread, when the call leaves the queue and begins; the time limit counts from then on."""
-        ...
 
 
 class RewardSection(Section):

@@ -230,11 +230,7 @@ def _as_scores(returned: Any, expected: int) -> Scores:
 def _describe_error(error: BaseException, source: str | None) -> str:
     """Return the text of ``error`` with its line in the file ``source``. Characters that cannot be encoded are
     replaced."""
-    try:
-        text = where(error, source)
-    except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        text = f"{type(error).__name__}, which cannot be printed"
-    return text.encode("utf-8", "replace").decode()
+    return where(error, source).encode("utf-8", "replace").decode()
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:

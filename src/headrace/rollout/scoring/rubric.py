@@ -27,7 +27,6 @@ class Graders(Scorer, Protocol):
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
         """Return the scores of one turn of an episode, given its text and the text that the model read before it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +87,7 @@ class Rubric:
         names_parts = len(self._labels) > 1  # a single component equals the reward
         graded = tuple(
             self._sum(
-                self._whole,
-                {label: scores.get_graded(index) for label, scores in scores_by_label.items()},
-                names_parts,
+                self._whole, {label: scores.get_graded(index) for label, scores in scores_by_label.items()}, names_parts
             )
             for index in range(len(completions))
         )
@@ -212,11 +209,6 @@ async def _gather(calls: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Sco
     return {key: task.result() for key, task in tasks.items()}
 
 
-def _mean_shares(values: Sequence[float]) -> list[float]:
-    """Return the share of each turn in the reward if the reward of an episode is the mean of its turns' scores."""
-    return [value / len(values) for value in values]
-
-
 def _min_shares(values: Sequence[float]) -> list[float]:
     """Return the share of each turn in the reward if the reward of an episode is the smallest score of its turns: the
     turn with the smallest score has all of it."""
@@ -224,15 +216,10 @@ def _min_shares(values: Sequence[float]) -> list[float]:
     return [value if index == smallest else 0.0 for index, value in enumerate(values)]
 
 
-def _last_shares(values: Sequence[float]) -> list[float]:
-    """Return the share of each turn in the reward if the reward of an episode is the score of its last turn."""
-    return [value if index == len(values) - 1 else 0.0 for index, value in enumerate(values)]
-
-
 _SHARES: dict[str, Callable[[Sequence[float]], list[float]]] = {
-    "mean": _mean_shares,
+    "mean": lambda values: [value / len(values) for value in values],
     "sum": list,
     "min": _min_shares,
-    "last": _last_shares,
+    "last": lambda values: [*[0.0] * (len(values) - 1), *values[-1:]],
 }
 """By value of ``over_turns``: a function from the scores of the turns to their shares in the reward of the episode."""

@@ -23,9 +23,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: bool = typer.Option(False, "--version", help="Print the version and exit."),
-) -> None:
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
     """Asynchronous reinforcement learning for language models."""
     if version:
         typer.echo(__version__)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import typer
@@ -63,7 +62,7 @@ def engines(
     if as_json:
         state = "done" if done is not None else "under way"
         outcome = ChangeDone(engines=()) if done is None else done
-        print_json({"run_dir": str(run_dir), "state": state, **_to_builtins(outcome)})
+        print_json({"run_dir": str(run_dir), "state": state, **msgspec.structs.asdict(outcome)})
     elif done is None:
         console().print(f"under way after {wait:g} s: headrace engines {readable(str(run_dir))} shows it")
     else:
@@ -184,13 +183,6 @@ def _receive_answers(connection: socket.socket, wait_s: float) -> Iterator[Progr
                 raise DataError(
                     f"the run's answer is not understood: {error}", remedy="use the same version of headrace as the run"
                 ) from None
-
-
-def _to_builtins(outcome: ChangeDone) -> dict[str, Any]:
-    """Return ``outcome`` as built-in types, without the tag that it has as a message."""
-    tree: dict[str, Any] = msgspec.to_builtins(outcome)
-    tree.pop("type")
-    return tree
 
 
 def _print_engines(statuses: Sequence[EngineStatus]) -> None:

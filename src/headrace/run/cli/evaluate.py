@@ -113,11 +113,8 @@ def _show(result: Evaluation) -> None:
         f"{result.temperature:g}, {result.tokens:,} tokens in {result.seconds:.1f} s, model {readable(result.model)}"
     )
     shown = table("", "", "", "95 % interval")
-    shown.add_row(f"avg@{result.samples}", f"{result.avg.value:.4f}", _format_interval(result.avg))
-    for k, estimate in result.pass_at.items():
-        shown.add_row(f"pass@{k}", f"{estimate.value:.4f}", _format_interval(estimate))
-    for k, estimate in result.pass_hat.items():
-        shown.add_row(f"pass^{k}", f"{estimate.value:.4f}", _format_interval(estimate))
+    for name, estimate in result.figures().items():
+        shown.add_row(name, f"{estimate.value:.4f}", _format_interval(estimate))
     out.print(shown)
     out.print(f"pages    {readable(result.directory)}/index.html")
 

@@ -50,7 +50,7 @@ def init(
     model_facts = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
     out_console.print(
         f"model    {readable(model_facts.path)}: context {model_facts.context:,}, chat template: "
-        f"{_yes_or_no(model_facts.chats)}"
+        f"{'yes' if model_facts.chats else 'no'}"
     )
     rows = _option_or_answer(
         data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), model_facts, prompt_column)
@@ -197,11 +197,6 @@ def _choose_held_out(rows: Data) -> Path | None:
 
     question = f"Held-out rows, to measure what is learned (a file, or {NONE})"
     return _option_or_answer("", "--eval", question, find, default=str(find_held_out_file(rows.path) or NONE))
-
-
-def _yes_or_no(value: bool) -> str:
-    """Return ``yes`` if ``value`` is true, else ``no``."""
-    return "yes" if value else "no"
 
 
 VERB = Verb(run=init, group=BEGIN, place=10)

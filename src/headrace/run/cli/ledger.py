@@ -49,7 +49,6 @@ def _show(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     """Print the counts, the ages of trained tokens and the lengths of episodes in the ledger ``book`` of the run in
     ``run_dir``, and the sizes of its files, as tables or with ``as_json`` as JSON. Return whether the books balance."""
     from headrace.base.store import COLUMNS, directory_bytes
-    from headrace.control.metrics.summary import make_ledger_summary
     from headrace.flow.ledger.opening import ledger_bytes
     from headrace.flow.ledger.survivors import survivors
     from headrace.run.observe.words import plural
@@ -59,7 +58,7 @@ def _show(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     columns_bytes = directory_bytes(run_dir / COLUMNS)
     if as_json:
         tree: dict[str, Any] = {
-            "conservation": make_ledger_summary(conservation),
+            "conservation": conservation,
             "holds": conservation.holds,
             "steps": len(updates),
             "updates": sum(updates.values()),

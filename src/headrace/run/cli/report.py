@@ -10,9 +10,7 @@ from headrace.run.cli.commands import LOOK, Verb
 from headrace.run.cli.output import console, readable, starting
 
 
-def report(
-    run_dir: Path = typer.Argument(help="The run's directory.", metavar="RUN"),
-) -> None:
+def report(run_dir: Path = typer.Argument(help="The run's directory.", metavar="RUN")) -> None:
     """Write the report of a run, ended or not: its dashboard as one HTML file, with the latest episodes in it."""
     starting(f"reading {run_dir}")
     from headrace.run.observe.report import write_report

@@ -96,17 +96,8 @@ def read_run_state(run_dir: Path) -> dict[str, Any]:
         raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")
     summary = read_summary(run_dir)
     components = [
-        {
-            "role": part.role,
-            "pid": part.pid,
-            "state": part.state if part.node else _find_process_state(part.pid, part.state),
-            "version": part.version,
-            "device": part.device,
-            "restarts": part.restarts,
-            "node": part.node,
-            "parent": part.parent,
-        }
-        for part in last.components
+        part if part["node"] else {**part, "state": _find_process_state(part["pid"], part["state"])}
+        for part in map(msgspec.structs.asdict, last.components)
     ]
     alive = components[0]["state"] != "ended"
     if not alive:  # the other processes end with the controller, also those on other machines

@@ -10,27 +10,16 @@
 The control loops import nothing from this package. Its modules read plain records, such as :class:`StepRecord`.
 """
 
-from headrace.run.observe.account import Accountant, make_account
+from headrace.run.observe.account import Accountant
 from headrace.run.observe.advice import VerdictSettings, make_verdict_settings
 from headrace.run.observe.alarms import AlarmWatch, Raised
-from headrace.run.observe.jsonl import (
-    EVENTS_FILE,
-    LIVE_FILE,
-    METRICS_FILE,
-    TRACE_FILE,
-    JsonlWriter,
-    Recorder,
-    read_jsonl,
-    read_steps,
-)
+from headrace.run.observe.jsonl import EVENTS_FILE, LIVE_FILE, METRICS_FILE, TRACE_FILE, JsonlWriter, Recorder
 from headrace.run.observe.looptime import WatchedLoop
 from headrace.run.observe.report import write_report
 from headrace.run.observe.rundata import RunData, describe_run, load_run, run_name
-from headrace.run.observe.summary import age_histogram, commit_gap_ms, evaluations, summarize_steps
-from headrace.run.observe.system import SystemWatch, Usage
-from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
-from headrace.run.observe.trace import busy_frac, idle_frac, make_span_account
-from headrace.run.observe.verdict import RunVerdict, judge
+from headrace.run.observe.summary import age_histogram, evaluations, summarize_steps
+from headrace.run.observe.system import SystemWatch
+from headrace.run.observe.terminal import open_view
 from headrace.run.observe.writers import QueuedWriter, RunFacts
 
 __all__ = [
@@ -41,33 +30,20 @@ __all__ = [
     "Accountant",
     "AlarmWatch",
     "JsonlWriter",
-    "LiveView",
-    "PlainView",
     "QueuedWriter",
     "Raised",
     "Recorder",
     "RunData",
     "RunFacts",
-    "RunVerdict",
     "SystemWatch",
-    "TerminalView",
-    "Usage",
     "VerdictSettings",
     "WatchedLoop",
     "age_histogram",
-    "busy_frac",
-    "commit_gap_ms",
     "describe_run",
     "evaluations",
-    "idle_frac",
-    "judge",
     "load_run",
-    "make_account",
-    "make_span_account",
     "make_verdict_settings",
     "open_view",
-    "read_jsonl",
-    "read_steps",
     "run_name",
     "summarize_steps",
     "write_report",

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import msgspec
 
-from headrace.base.types.observation import Account, Event, LiveState, StepRecord
+from headrace.base.types.observation import Account, LiveState, StepRecord
 from headrace.base.types.trace import Span
+from headrace.control.observer import Observer
 from headrace.run.observe.advice import UNKNOWN, VerdictSettings
 from headrace.run.observe.system import Usage
 from headrace.run.observe.trace import WAIT_BATCH, Interval, is_engine, make_span_account, union
@@ -54,7 +55,7 @@ LONG_S = 5.0
 """After this time without the end of a step, the present step is added to the account that is displayed, in seconds."""
 
 
-class Accountant:
+class Accountant(Observer):
     """An observer that computes the account of a run while the run is running, for its live view and its summary.
 
     A step is added to the account once all spans of its time have arrived, which is some time after its end; until then
@@ -93,9 +94,6 @@ class Accountant:
         self._lanes.update(span.lane for span in kept_spans)
         self._spans += kept_spans
 
-    def event(self, event: Event) -> None:
-        """Do nothing: an account does not depend on events."""
-
     def set_engines(self, names: Collection[str]) -> None:
         """Receive the names of the engines that the run has now. An engine that was removed does not count as idle from
         now on, and advice names the number of engines."""
@@ -117,9 +115,6 @@ class Accountant:
             self._add_steps(complete)
         self._pending.append(record)
         self._newest = record
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: :meth:`add_account` receives the present state and returns it with the account."""
 
     def add_usage(self, usage: Usage) -> None:
         """Add the processor time that the run's processes used between two readings, both made during training, to the

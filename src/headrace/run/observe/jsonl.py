@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import msgspec
@@ -17,6 +16,7 @@ import msgspec
 from headrace.base.errors import DataError, RunError
 from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
+from headrace.control.observer import Observer
 
 METRICS_FILE = "metrics.jsonl"
 """The file of :class:`~headrace.base.types.observation.StepRecord` lines in a run directory."""
@@ -78,7 +78,7 @@ class JsonlWriter(Generic[R]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the file, however the context ends."""
         self.close()
 
@@ -158,7 +158,7 @@ def _cut_torn_line(path: Path) -> None:
             file.truncate(end)
 
 
-class Recorder:
+class Recorder(Observer):
     """An observer that writes ``metrics.jsonl``, ``trace.jsonl``, ``events.jsonl`` and ``live.json`` into the run
     directory.
 
@@ -204,6 +204,6 @@ class Recorder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the files, however the context ends."""
         self.close()

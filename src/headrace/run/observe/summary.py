@@ -7,6 +7,7 @@ version minus the version that sampled it. A *life* of a run is the time from on
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,10 +37,9 @@ def age_histogram(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
     >>> age_histogram([{1: 5}, {0: 2, 1: 1}])
     {0: 2, 1: 6}
     """
-    total: dict[int, int] = {}
+    total: Counter[int] = Counter()
     for histogram in histograms:
-        for age, tokens in histogram.items():
-            total[age] = total.get(age, 0) + tokens
+        total.update(histogram)
     return dict(sorted(total.items()))
 
 

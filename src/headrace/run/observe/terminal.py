@@ -7,9 +7,7 @@ Control characters in the text of a model, of data or of an error are made visib
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,7 +17,6 @@ from rich.text import Text
 
 from headrace.base.errors import visible
 from headrace.base.types.observation import Event, LiveState, StepRecord, Wait
-from headrace.base.types.trace import Span
 from headrace.control.observer import Observer
 from headrace.run.observe.words import ages_in_words, bar, duration, number, percent, sparkline
 
@@ -27,21 +24,16 @@ NARROW = 60
 """The width in columns below which the frame and the explanations are omitted."""
 
 
-class TerminalView(Observer, Protocol):
-    """The contract of a view: an observer that shows the run to a person in the terminal. A view is a context manager,
-    which restores the terminal at its end."""
-
-    def update(self, state: LiveState) -> None:
-        """Show the present state of the run; called once a second. A view that prints lines does nothing."""
-        ...
+class TerminalView(Observer):
+    """The base class of views: an observer that shows the run to a person in the terminal, and a context manager that
+    restores the terminal at its end. This class shows nothing, for ``observe.view = "none"``."""
 
     def __enter__(self) -> Self:
         """Begin to show the run, and return the view."""
-        ...
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        """End the display, and restore the terminal."""
 
 
 def open_view(stream: TextIO, steps_total: int) -> TerminalView:
@@ -54,7 +46,7 @@ def open_view(stream: TextIO, steps_total: int) -> TerminalView:
     return PlainView(stream, steps_total)
 
 
-class PlainView:
+class PlainView(TerminalView):
     """A view that prints one line for each optimizer step and each event, for output to a file or a pipe.
 
     >>> import sys
@@ -89,16 +81,7 @@ class PlainView:
         mark = "warning: " if event.level == "warning" else ""
         self._print(f"{mark}{visible(event.text)}  at {duration(event.wall_s)}")
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: plain lines do not show the event trace."""
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: lines are printed for steps and events alone."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Flush the stream, which stays open."""
         self._stream.flush()
 
@@ -109,30 +92,7 @@ class PlainView:
         self._stream.flush()
 
 
-class SilentView:
-    """A view that prints nothing, for ``observe.view = "none"``."""
-
-    def step(self, record: StepRecord) -> None:
-        """Ignore the step: this view shows nothing."""
-
-    def event(self, event: Event) -> None:
-        """Ignore the event: this view shows nothing."""
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Ignore the spans: this view shows nothing."""
-
-    def update(self, state: LiveState) -> None:
-        """Ignore the present state: this view shows nothing."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Do nothing: there is nothing to restore."""
-        return
-
-
-class LiveView:
+class LiveView(TerminalView):
     """A view that draws a picture of the run's present state in the last lines of the terminal, redraws it once a
     second, and prints events above it."""
 
@@ -141,17 +101,11 @@ class LiveView:
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
 
-    def step(self, record: StepRecord) -> None:
-        """Do nothing: the picture that :meth:`update` draws contains the steps."""
-
     def event(self, event: Event) -> None:
         """Print the event above the picture: the time since the run started, and its text, yellow for a warning."""
         text = Text(f"{duration(event.wall_s):>12}  ", style="dim")
         text.append(visible(event.text), style="yellow" if event.level == "warning" else "")
         self._console.print(text)
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: the picture does not show the event trace."""
 
     def update(self, state: LiveState) -> None:
         """Redraw the picture from the present state of the run."""
@@ -163,7 +117,7 @@ class LiveView:
         self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop drawing; the last picture stays on the terminal."""
         self._live.stop()
 
@@ -223,7 +177,7 @@ class _Rows:
         remaining time, if there is an estimate."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
-        text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
+        text = Text.assemble((bar(frac, self._bar_width), "cyan"), f" step {state.steps_done}/{state.steps_total}")
         left = f"  {duration(state.eta_s)} left" if state.eta_s is not None and frac < 1 else ""
         return text.append(f"  {duration(state.wall_s)}{left}", style="dim")
 
@@ -260,7 +214,9 @@ class _Rows:
         if idle is None:
             return Text("not started yet", style="dim")
         text = Text.assemble(
-            (self._bar(1 - idle), "blue"), f" {percent(1 - idle):>4} busy  ", (f"{number(tok_s)} tok/s", "bold")
+            (bar(1 - idle, self._bar_width), "blue"),
+            f" {percent(1 - idle):>4} busy  ",
+            (f"{number(tok_s)} tok/s", "bold"),
         )
         return text.append(f"  version {version}" if version >= 0 else "  no version yet", style="dim")
 
@@ -325,7 +281,3 @@ class _Rows:
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")
         return text.append(": ").append(visible(self._state.sample, 2 * self._inner_width), style="not dim")
-
-    def _bar(self, frac: float) -> str:
-        """Return a bar of block characters, as long as all bars of this picture, filled to the fraction ``frac``."""
-        return bar(frac, self._bar_width)

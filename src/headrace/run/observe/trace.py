@@ -78,28 +78,6 @@ def seconds(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def busy(spans: Iterable[Span], lane: str) -> list[Interval]:
-    """Return the time in which ``lane`` worked, as a union in seconds of the spans' clock. Waits do not count."""
-    return union((span.start_s, span.end_s) for span in spans if span.lane == lane and not is_wait(span))
-
-
-def busy_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """Return the fraction of ``within`` in which the lane worked; 0 for an empty interval.
-
-    >>> spans = [Span(lane="engine", name="generate", start_s=0, end_s=3)]
-    >>> busy_frac(spans, "engine", (0, 4)), idle_frac(spans, "engine", (2, 4))
-    (0.75, 0.5)
-    """
-    length = within[1] - within[0]
-    return seconds(intersection(busy(spans, lane), [within])) / length if length > 0 else 0.0
-
-
-def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """Return the fraction of ``within`` in which the lane did not work; 1 for an empty interval. For an example, see
-    :func:`busy_frac`."""
-    return 1.0 - busy_frac(spans, lane, within)
-
-
 def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
     """Return the part of an account that follows from spans: for the interval ``within``, how long engines, learner and
     controller worked, and how long engines and learner waited for which part. Other fields keep their defaults; the
@@ -113,21 +91,22 @@ def make_span_account(spans: Iterable[Span], within: Interval, known: Iterable[s
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:
-        if span.lane not in lanes:
-            lanes[span.lane] = []
+        lane_spans = lanes.setdefault(span.lane, [])
         if span.end_s > within[0] and span.start_s < within[1]:
-            lanes[span.lane].append(span)
+            lane_spans.append(span)
 
     def find_time(lane: str, matches: Callable[[Span], bool]) -> list[Interval]:
         """Return the time of the spans of ``lane`` for which ``matches`` is true, as a union inside ``within``."""
-        return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
+        times = ((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span))
+        return intersection(union(times), [within])
 
     engines = [lane for lane in lanes if is_engine(lane)]
     own_stops = {
         lane: find_time(Cause.STOPPED, _make_stop_test(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)
     }
-    works = {lane: _subtract(find_time(lane, _is_work), own_stops[lane]) for lane in lanes}
-    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
+    works = {lane: _subtract(find_time(lane, lambda span: not is_wait(span)), own_stops[lane]) for lane in lanes}
+    common_stops = reduce(intersection, [own_stops[lane] for lane in engines]) if engines else []
+    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], common_stops))
     count = max(1, len(engines))
     parts: dict[str, Sequence[Interval]] = {**{cause: works.get(cause, []) for cause in Cause}, Cause.STOPPED: stops}
     parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
@@ -222,27 +201,11 @@ def _has_name(name: str) -> Callable[[Span], bool]:
     return lambda span: span.name == name
 
 
-def _common_time(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
-    """Return the time that the unions of all ``lanes`` have in common, for example when all engines are stopped; an
-    empty list without lanes."""
-    return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
-
-
 def _make_stop_test(lane: str) -> Callable[[Span], bool]:
     """Return a predicate for spans of the lane ``stopped``, whose names are lanes: true for a span in which the process
     of ``lane`` was stopped. The learner also counts as stopped while one of its ranks (``learner-1``, ...) is."""
     ranks = f"{lane}-" if lane == Cause.LEARNER else ""
     return lambda span: span.name == lane or bool(ranks and span.name.startswith(ranks))
-
-
-def _is_work(span: Span) -> bool:
-    """Return whether the span is work of its lane, not a wait."""
-    return not is_wait(span)
-
-
-def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
-    """Return the union of ``intervals``, which may overlap, cut to the part inside ``within``."""
-    return intersection(union(intervals), [within])
 
 
 def is_engine(lane: str) -> bool:

@@ -16,7 +16,6 @@ rule that is broken ends them with an error.
 To add a rule, add a row to the first table whose facts suffice:
 
     SettingsRule(
-        keys=("sync.codec", "model.lora"),
         broken=lambda c: c.sync.codec == "adapter" and c.model.lora is None,
         reason="sync.codec='adapter' sends adapters alone, and model.lora is not set",
         remedy="set model.lora, or sync.codec = 'full'",
@@ -53,8 +52,6 @@ class SettingsRule(Generic[F]):
     """A rule about settings of different sections: a test that decides whether a run file breaks the rule, and the text
     of the error that refuses such a file. ``F`` is the type of the facts that the test reads."""
 
-    keys: tuple[str, ...]
-    """The settings that the rule compares, by their dotted names."""
     broken: Callable[[F], Broken]
     """The test of the rule. It receives the facts of the rule's table."""
     reason: str
@@ -62,21 +59,13 @@ class SettingsRule(Generic[F]):
     remedy: str
     """The format string of the remedy: which setting to change, and to what."""
 
-    def find_error(self, config: RunSections, facts: F) -> ConfigError | None:
-        """Return the error, for the caller to raise, if ``facts`` break the rule; ``None`` if they do not. The values
-        of ``config``, the settings of the run, are filled into the text of the error."""
-        broken = self.broken(facts)
-        if broken is False:
-            return None
-        names = {name: getattr(config, name) for name in type(config).model_fields}
-        names |= {} if broken is True else broken
-        return ConfigError(self.reason.format_map(names), remedy=self.remedy.format_map(names))
-
 
 def refuse(rules: Iterable[SettingsRule[F]], config: RunSections, facts: F) -> None:
     """Check ``rules`` in order, and raise :class:`~headrace.base.errors.ConfigError` for the first rule that ``facts``
-    break. ``config`` contains the settings of the run, whose values the error names."""
+    break. ``config`` contains the settings of the run, whose values are filled into the text of the error."""
     for rule in rules:
-        error = rule.find_error(config, facts)
-        if error is not None:
-            raise error
+        broken = rule.broken(facts)
+        if broken is not False:
+            names = {name: getattr(config, name) for name in type(config).model_fields}
+            names |= {} if broken is True else broken
+            raise ConfigError(rule.reason.format_map(names), remedy=rule.remedy.format_map(names))

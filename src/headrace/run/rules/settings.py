@@ -35,32 +35,27 @@ Rules = tuple[SettingsRule[RunSections], ...]
 
 _WEIGHTS: Rules = (
     SettingsRule(
-        keys=("learner.memory.masters", "model.dtype"),
         broken=lambda c: not c.learner.memory.masters and c.model.dtype == "float32",
         reason="learner.memory.masters=false has no effect: with model.dtype='float32' the optimizer keeps no copy",
         remedy="leave it out, or set model.dtype = 'bfloat16'",
     ),
     SettingsRule(
-        keys=("sync.codec", "model.lora"),
         broken=lambda c: c.sync.codec == "adapter" and c.model.lora is None,
         reason="sync.codec='adapter' sends adapters alone, and model.lora is not set",
         remedy="set model.lora, or sync.codec = 'full'",
     ),
     SettingsRule(
-        keys=("model.deterministic", "sync.codec"),
         broken=lambda c: c.model.deterministic and c.sync.codec.startswith("cast"),
         reason="model.deterministic=true with sync.codec={sync.codec!r}: weights that are rounded on their way give "
         "other log-probabilities than the learner's",
         remedy="set sync.codec = 'full' or 'delta', or leave model.deterministic out",
     ),
     SettingsRule(
-        keys=("sync.rolling", "engine.count"),
         broken=lambda c: c.sync.rolling is not None and c.sync.rolling > c.engine.count,
         reason="sync.rolling={sync.rolling} engines are to commit at once, and engine.count={engine.count}",
         remedy="set sync.rolling <= {engine.count}, or leave it out",
     ),
     SettingsRule(
-        keys=("flow.columns", "launch.kind"),
         broken=lambda c: c.flow.columns != ColumnsConfig() and c.launch.remote,
         reason="flow.columns is set, and with launch.kind={launch.kind!r} engines and learner may be on several "
         "machines, between which kept-sets and experts travel with the tokens",
@@ -99,20 +94,17 @@ def _find_ineffective_filter(c: RunSections) -> Broken:
 
 _EPISODES: Rules = (
     SettingsRule(
-        keys=("model.lora.agents", "env.agents"),
         broken=_check_adapter_agents(lambda c, name: name in RESERVED),
         reason="model.lora.agents: {name!r} is taken: " + ", ".join(sorted(RESERVED)) + " are authors in every "
         "episode; the policy has an adapter without being named",
         remedy="choose another name",
     ),
     SettingsRule(
-        keys=("model.lora.agents", "env.kind"),
         broken=_check_adapter_agents(lambda c, name: not c.env.has_endpoint),
         reason="model.lora.agents: {name!r} is never asked: with env.kind={env.kind!r} the policy answers alone",
         remedy="set env.kind = 'rollout' or 'program', or leave model.lora.agents out",
     ),
     SettingsRule(
-        keys=("model.lora.agents", "env.agents"),
         broken=_check_adapter_agents(
             lambda c, name: bool(c.env.agents) and all(row.name != name for row in c.env.agents)
         ),
@@ -120,7 +112,6 @@ _EPISODES: Rules = (
         remedy="{nearest}; or add a table",
     ),
     SettingsRule(
-        keys=("model.lora.agents", "env.agents"),
         broken=_check_adapter_agents(
             lambda c, name: any(row.name == name and not isinstance(row, TrainedAgent) for row in c.env.agents)
         ),
@@ -128,20 +119,17 @@ _EPISODES: Rules = (
         remedy="set its kind to 'trained', or leave it out of model.lora.agents",
     ),
     SettingsRule(
-        keys=("launch.join", "env.kind"),
         broken=lambda c: bool(c.launch.join) and not c.env.remote,
         reason="launch.join={launch.join!r}, and env.kind={env.kind!r} runs in no worker that another machine "
         "could bring",
         remedy="leave launch.join out, or set env.kind = 'env', 'rollout', 'program' or 'bridge'",
     ),
     SettingsRule(
-        keys=("env.workers", "launch.join"),
         broken=lambda c: not c.env.workers and not c.launch.join,
         reason="env.workers=0 keeps no environment on this machine, and no other may join",
         remedy="set env.workers >= 1, or launch.join = 'ADDRESS:PORT'",
     ),
     SettingsRule(
-        keys=("flow.filters", "engine.max_new_tokens", "env.kind"),
         broken=_find_ineffective_filter,
         reason="flow.filters[{index}] 'length': max_tokens={max_tokens}, and no answer has more than "
         "engine.max_new_tokens={engine.max_new_tokens}",
@@ -153,7 +141,6 @@ _EPISODES: Rules = (
 
 _SHARDS: Rules = (
     SettingsRule(
-        keys=("launch.rollouts", "env.agents"),
         broken=lambda c: (
             c.launch.rollouts > 0
             and next(({"name": row.name} for row in c.env.agents if not isinstance(row, TrainedAgent)), False)
@@ -163,21 +150,18 @@ _SHARDS: Rules = (
         remedy="leave launch.rollouts out, or train the agent",
     ),
     SettingsRule(
-        keys=("launch.rollouts", "launch.join", "env.kind"),
         broken=lambda c: c.launch.rollouts > 0 and bool(c.launch.join),
         reason="launch.rollouts={launch.rollouts} with launch.join={launch.join!r}: the workers that other machines "
         "bring for env.kind={env.kind!r} belong to the controller, and each shard starts its own",
         remedy="leave launch.rollouts or launch.join out",
     ),
     SettingsRule(
-        keys=("launch.rollouts", "flow.pivots"),
         broken=lambda c: c.launch.rollouts > 0 and c.flow.pivots is not None,
         reason="launch.rollouts={launch.rollouts} with flow.pivots: branches are sampled by the controller, which does "
         "not see how the turns of a shard grow",
         remedy="leave launch.rollouts or flow.pivots out",
     ),
     SettingsRule(
-        keys=("launch.rollouts", "env.rewards"),
         broken=lambda c: c.launch.rollouts > 0 and any(reward.by_turn for reward in c.env.components),
         reason="launch.rollouts={launch.rollouts}, and a component of env.rewards has by_turn: turns are scored while "
         "their episode runs, and the controller gets the episodes of shards when they have ended",
@@ -236,7 +220,6 @@ _BOTH_OLD = "set both: algo.old = 'kept' and learner.old.kind = 'lagged', 'refre
 
 _LEARNING: Rules = (
     SettingsRule(
-        keys=("algo.loss", "run"),
         broken=lambda c: isinstance(c.algo.loss, Ce) and {"loss": _describe_loss(c.algo)},
         reason="{loss} would teach the model its own answers, right and wrong alike: a run trains what the model has "
         "just sampled, and this loss (cross-entropy) does not look at what it earned. It is not fine-tuning on "
@@ -244,14 +227,12 @@ _LEARNING: Rules = (
         remedy=f"{_TO_REWARDS}; to imitate demonstrations, use headrace sft (docs/sft.md)",
     ),
     SettingsRule(
-        keys=("algo.loss", "run"),
         broken=lambda c: "pairs" in c.algo.columns and {"loss": _describe_loss(c.algo)},
         reason="{loss} learns from pairs of answers, one preferred to the other, and a run has none: it samples groups "
         "of answers and gives each a reward",
         remedy=f"{_TO_REWARDS}; to learn from given pairs, use headrace dpo (docs/sft.md)",
     ),
     SettingsRule(
-        keys=("algo.loss", "learner.reference"),
         broken=lambda c: (
             isinstance(c.algo.loss, RefKl)
             and not _has_foreign_reference(c.learner)
@@ -262,51 +243,43 @@ _LEARNING: Rules = (
         remedy=f"{_TO_REWARDS}; to imitate another model, set learner.reference.kind = 'model' and its path",
     ),
     SettingsRule(
-        keys=("algo.loss", "algo.correction", "learner"),
         broken=_find_missing_columns,
         reason="algo.loss={algo.loss.kind!r} with its corrections reads {missing}, which the learner does not compute",
         remedy="choose another algo.loss or algo.correction",
     ),
     SettingsRule(
-        keys=("algo.loss", "algo.advantage", "learner.teachers"),
         broken=_lacks_teacher,
         reason="{what} learns from a teacher, and there is none",
         remedy="add [[learner.teachers]] with kind = 'model' and its path; or, to learn from this model's own past, "
         "'ema' or 'lagged'",
     ),
     SettingsRule(
-        keys=("learner.teachers", "algo.loss", "algo.advantage"),
         broken=lambda c: bool(c.learner.teachers) and not (_is_distillation(c.algo) or c.algo.advantage.by_teacher),
         reason="learner.teachers (kind {learner.teachers[0].kind!r}) has no effect: nothing learns from a teacher",
         remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teachers out",
     ),
     SettingsRule(
-        keys=("algo.old", "learner.old"),
         broken=lambda c: c.algo.old == "kept" and c.learner.old is None,
         reason="algo.old='kept', and learner.old does not say which weights",
         remedy=_BOTH_OLD,
     ),
     SettingsRule(
-        keys=("algo.old", "learner.old"),
         broken=lambda c: c.algo.old not in ("kept", "sampled") and c.learner.old is not None,
         reason="learner.old.kind={learner.old.kind!r} has no effect with algo.old={algo.old!r}",
         remedy=_BOTH_OLD,
     ),
     SettingsRule(
-        keys=("algo.old", "learner.old"),
         broken=lambda c: c.learner.old is not None and (c.algo.old == "sampled") != (c.learner.old.kind == "sampled"),
         reason="algo.old={algo.old!r} with learner.old.kind={learner.old.kind!r}: the weights of each token's version "
         "belong to 'sampled', and other kept weights to 'kept'",
         remedy="set algo.old = 'sampled' and leave learner.old.kind out, or set algo.old = 'kept' and another kind",
     ),
     SettingsRule(
-        keys=("algo.old", "flow.max_age"),
         broken=lambda c: c.algo.old == "sampled" and c.flow.largest_age == 0,
         reason="algo.old='sampled' has no effect with flow.max_age=0: the learner's weights sampled every token",
         remedy="leave algo.old out, or set flow.max_age >= 1",
     ),
     SettingsRule(
-        keys=("algo.old", "learner.old.versions", "flow.max_age"),
         broken=_keeps_too_few_versions,
         reason="algo.old='sampled' needs a copy of the weights for each of {age} versions, and {kept} are kept",
         remedy=f"leave learner.old.versions out, and flow.max_age at {MOST_VERSIONS} or less",
@@ -412,84 +385,71 @@ _SEPARABLE = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
 
 _CREDIT: Rules = (
     SettingsRule(
-        keys=("algo.advantage", "env.rewards"),
         broken=_find_ignored_weights,
         reason="algo.advantage='gdpo' normalises each reward by itself: the weights of env.rewards do not count",
         remedy="set algo.advantage.weights = {weights}",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.rewards"),
         broken=_has_wrong_number_of_weights,
         reason="algo.advantage.weights has {num_weights} entries for {num_rewards} env.rewards",
         remedy="give one for each, in order",
     ),
     SettingsRule(
-        keys=("algo.advantage", "flow"),
         broken=lambda c: c.algo.advantage.stateful,
         reason="algo.advantage={algo.advantage.kind!r} keeps a baseline between batches, which a run does not carry on",
         remedy="choose another algo.advantage",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.rewards"),
         broken=lambda c: _count_graded_by_turn(c) == 0,
         reason="algo.advantage={algo.advantage.kind!r} credits segments by their process rewards, and none of "
         "env.rewards has by_turn",
         remedy="add a component with by_turn = true, which then grades every segment",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.rewards", "env.kind"),
         broken=lambda c: _count_graded_by_turn(c) == len(c.env.rewards) and not c.env.remote,
         reason="algo.advantage={algo.advantage.kind!r} aligns segments with an outcome, and all env.rewards are "
         "process rewards",
         remedy="add a component without by_turn, which scores the whole answer",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.rewards"),
         broken=_find_ineffective_over_turns,
         reason="env.rewards {reward.label!r} has over_turns={reward.over_turns!r}, which has no effect with "
         "algo.advantage={algo.advantage.kind!r}: process rewards do not count in the episode's",
         remedy="leave over_turns out",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.kind"),
         broken=_advantage_refuses_trial,
         reason="algo.advantage={algo.advantage.kind!r} does not fit env.kind={env.kind!r}: {why}",
         remedy="choose another algo.advantage",
     ),
     SettingsRule(
-        keys=("algo.advantage", "env.kind"),
         broken=_credits_tokens,
         reason="algo.advantage={algo.advantage.kind!r} credits single tokens, and a run credits whole episodes",
         remedy="choose another algo.advantage",
     ),
     SettingsRule(
-        keys=("flow.pivots", "env.kind"),
         broken=lambda c: c.flow.pivots is not None and c.env.kind == "program",
         reason="flow.pivots with env.kind='program': what a program does cannot be repeated up to a pivot",
         remedy="leave flow.pivots out, or write the environment as a class or a rollout",
     ),
     SettingsRule(
-        keys=("flow.pivots", "engine.max_new_tokens"),
         broken=lambda c: c.flow.pivots is not None and c.flow.pivots.gap >= c.engine.max_new_tokens,
         reason="flow.pivots.gap={flow.pivots.gap}, and no answer has more than "
         "engine.max_new_tokens={engine.max_new_tokens}: there is no place for a pivot",
         remedy="set flow.pivots.gap < {engine.max_new_tokens}",
     ),
     SettingsRule(
-        keys=("algo.advantage", "flow.pivots"),
         broken=lambda c: c.flow.pivots is not None and not _compares_branches(c.algo),
         reason="algo.advantage={algo.advantage.kind!r} cannot compare the branches of flow.pivots, which are groups of "
         "their own",
         remedy="set algo.advantage = 'grpo' (or 'rloo', 'maxrl', 'opo')",
     ),
     SettingsRule(
-        keys=("algo.reduction", "flow.pivots"),
         broken=lambda c: c.flow.pivots is not None and not isinstance(c.algo.reduction, _SEPARABLE),
         reason="algo.reduction={algo.reduction.kind!r} cannot reduce the branches of flow.pivots by themselves",
         remedy="set algo.reduction = 'token_mean' (or 'constant', 'sequence_mean_token_sum')",
     ),
     SettingsRule(
-        keys=("flow.group_size", "flow.min_episodes", "algo.advantage"),
         broken=lambda c: (
             c.algo.advantage.compares_siblings
             and c.flow.min_episodes == 1
@@ -500,20 +460,17 @@ _CREDIT: Rules = (
         remedy="set flow.{setting} >= 2, or algo.advantage = 'gae' or 'reinforce_pp'",
     ),
     SettingsRule(
-        keys=("learner.critic", "algo.advantage"),
         broken=_find_ineffective_critic_setting,
         reason="learner.critic.{key}={value!r} has no effect: algo.advantage={algo.advantage.kind!r} has no critic",
         remedy="set algo.advantage = 'gae', or leave [learner.critic] out",
     ),
     SettingsRule(
-        keys=("algo.advantage", "learner.parallel"),
         broken=lambda c: c.algo.advantage.by_critic and c.learner.parallel.world > 1,
         reason="algo.advantage={algo.advantage.kind!r} trains a critic, which works in one process only, and "
         "learner.parallel asks for {learner.parallel.world} ranks",
         remedy="leave learner.parallel out, or choose another algo.advantage",
     ),
     SettingsRule(
-        keys=("learner.critic.warmup_steps", "run.steps"),
         broken=lambda c: c.algo.advantage.by_critic and c.learner.critic.warmup_steps >= c.run.steps,
         reason="learner.critic.warmup_steps={learner.critic.warmup_steps} leaves none of run.steps={run.steps} to the "
         "policy",
@@ -523,14 +480,12 @@ _CREDIT: Rules = (
 
 _STALENESS: Rules = (
     SettingsRule(
-        keys=("algo.minibatches", "flow.groups_per_step"),
         broken=lambda c: c.algo.minibatches > c.flow.groups_per_step,
         reason="algo.minibatches={algo.minibatches} parts of a batch of flow.groups_per_step={flow.groups_per_step} "
         "groups: some would have no group",
         remedy="set algo.minibatches <= {flow.groups_per_step}",
     ),
     SettingsRule(
-        keys=("flow.max_age", "algo.correction", "algo.old", "algo.allow_uncorrected"),
         broken=lambda c: c.flow.largest_age > 0 and not c.algo.corrected and not c.algo.allow_uncorrected,
         reason="flow.max_age={flow.max_age} trains tokens of older weights, and algo corrects for none of it",
         remedy="set algo.correction = 'tis' (or another), algo.old = 'engine', or flow.max_age = 0; to insist, "

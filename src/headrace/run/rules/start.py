@@ -107,7 +107,6 @@ def _make_threads_rule(name: str) -> SettingsRule[MachineFacts]:
     """Return the rule that the number of threads ``launch.NAME`` (``name``) may not exceed the number of this machine's
     cores."""
     return SettingsRule(
-        keys=(f"launch.{name}",),
         broken=_make_threads_test(name),
         reason=f"launch.{name}={{threads}}, and this machine has {{cores}} cores",
         remedy=f"set launch.{name} <= {{cores}}",
@@ -134,19 +133,16 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
     _make_threads_rule("engine_threads"),
     _make_threads_rule("learner_threads"),
     SettingsRule(
-        keys=("launch.lend_cores", "engine.device", "learner.device"),
         broken=_lends_cores_with_gpus,
         reason="launch.lend_cores=true, and the engine or the learner computes on {gpus}",
         remedy="leave launch.lend_cores out",
     ),
     SettingsRule(
-        keys=("launch.lend_cores", "engine.kind"),
         broken=lambda facts: facts.config.launch.lend_cores and not facts.config.engine.can.embedded,
         reason="launch.lend_cores=true, and engine.kind={engine.kind!r} keeps the cores that it was started with",
         remedy="leave launch.lend_cores out",
     ),
     SettingsRule(
-        keys=("launch.lend_cores", "model.deterministic"),
         broken=lambda facts: facts.config.launch.lend_cores and facts.config.model.deterministic,
         reason="launch.lend_cores=true, and model.deterministic=true promises the same bits whatever the other "
         "parts do",
@@ -166,14 +162,12 @@ def _has_idle_store(facts: ModelFacts) -> Broken:
 
 MODEL: tuple[SettingsRule[ModelFacts], ...] = (
     SettingsRule(
-        keys=("env.kind", "model.path"),
         broken=lambda facts: _sends_messages(facts.config.env.kind) and facts.chat_template is None,
         reason="env.kind={env.kind!r} speaks in messages, and the tokenizer of model.path={model.path!r} has no chat "
         "template",
         remedy="use a chat model, or add a chat_template.jinja to the model directory",
     ),
     SettingsRule(
-        keys=("flow.columns", "engine.top_k", "learner.keep_routing"),
         broken=_has_idle_store,
         reason="flow.columns.keep is set, and this run records neither kept-sets (engine.top_k, top_p or min_p with "
         "learner.keep_sampling_mask) nor experts (a mixture with learner.keep_routing) that could lie in a store",
@@ -245,34 +239,29 @@ def _has_too_long_sample(facts: RowFacts) -> Broken:
 
 ROWS: tuple[SettingsRule[RowFacts], ...] = (
     SettingsRule(
-        keys=("data.epochs", "flow.groups_per_step"),
         broken=_has_too_few_rows,
         reason="data.epochs={data.epochs} over {num_rows} rows makes {num_groups} groups, fewer than one batch "
         "(flow.groups_per_step={flow.groups_per_step}): no step could ever start",
         remedy="set data.epochs >= {needed}, lower flow.groups_per_step, or give more rows",
     ),
     SettingsRule(
-        keys=("engine.max_context", "model.path"),
         broken=_exceeds_context_limit,
         reason="engine.max_context={engine.max_context} is more than the model's context of {possible}{why}",
         remedy="set engine.max_context <= {possible}",
     ),
     SettingsRule(
-        keys=("engine.max_new_tokens", "engine.max_context", "data.path"),
         broken=_has_no_fitting_prompt,
         reason="no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={engine.max_new_tokens} "
         "more than the context of {context}{why}",
         remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
     ),
     SettingsRule(
-        keys=("model.path", "data.path"),
         broken=_find_unknown_token,
         reason="the prompt of row {row} of data.{key} holds token {token}, and the vocabulary of "
         "model.path={model.path!r} has {known}: its tokenizer has more",
         remedy="copy the tokenizer that belongs to the model, or resize its embedding",
     ),
     SettingsRule(
-        keys=("learner.critic.path", "engine.max_context"),
         broken=_has_short_critic,
         reason="learner.critic.path={learner.critic.path!r} was made for {critic_context} tokens, and samples "
         "may have {context}",
@@ -280,7 +269,6 @@ ROWS: tuple[SettingsRule[RowFacts], ...] = (
     ),
     SettingsRule(
         # a sample is trained in one pass: without this rule the first answer that is too long would end the run
-        keys=("learner.tokens_per_microbatch", "engine.max_new_tokens"),
         broken=_has_too_long_sample,
         reason="learner.tokens_per_microbatch={learner.tokens_per_microbatch}, and a sample may have {needed} tokens: "
         "a prompt of {longest} and engine.max_new_tokens={engine.max_new_tokens}",

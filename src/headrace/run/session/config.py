@@ -12,7 +12,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -21,10 +21,9 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.weights import Interrupt
 from headrace.engine.capabilities import Capabilities
 from headrace.models.hub import (
-    MODEL_PATHS,
-    MODEL_TABLES,
     Change,
     change_models,
+    change_paths,
     is_hub_name,
     local_directory,
     pinned_path,
@@ -51,20 +50,11 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> RunConfig:
-        """Refuse a run file that breaks a rule between settings of different sections (:data:`SETTINGS`)."""
+        """Refuse a run file that breaks a rule between settings of different sections (:data:`SETTINGS`), or settings
+        that the chosen launcher (``launch.kind``), if it is one for clusters, or kind of engine does not support."""
         refuse(SETTINGS, self, self)
-        return self
-
-    @model_validator(mode="after")
-    def _parts_fit_a_cluster(self) -> Self:
-        """Refuse settings that the chosen launcher (``launch.kind``) does not support, if it is a cluster launcher."""
         if self.launch.cluster is not None:
             self.launch.cluster.refuse(self.launch, self.engine, self.learner, self.sync)
-        return self
-
-    @model_validator(mode="after")
-    def _engine_can(self) -> Self:
-        """Refuse settings that the chosen kind of engine does not support."""
         _refuse_incapable(self)
         return self
 
@@ -113,32 +103,25 @@ def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree:
         error.remedy += ", or take another recipe"
 
 
-_PATHS = (
-    *MODEL_PATHS,
-    *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
-)
-"""The dotted names of the settings whose value is a path."""
+_PATHS = ("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir")
+"""The dotted names of the settings whose value is a path, besides those of models."""
+_TABLES = (("env", "rewards", "ref"),)
+"""The lists of tables whose entries name a file: the section, the list, and the key whose value is
+``file.py:function``."""
 
 
 def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the settings ``tree`` with absolute paths: every relative path in it is resolved against ``directory``.
     Hub names of models are kept."""
-    for path in _PATHS:
-        *sections, key = path.split(".")
-        table: Any = tree
-        for section in sections:
-            table = table.get(section) if isinstance(table, dict) else None
-        value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(value, str) and value:
-            bridged = path == "env.entry" and table.get("kind") == "bridge"
-            absolute = _absolute_bridge(value, directory) if bridged else _absolute_path(value, directory)
-            absolute = _absolute_model(value, directory) if path in MODEL_PATHS else absolute
-            change: dict[str, Any] = {key: absolute}
-            for section in reversed(sections):
-                change = {section: change}
-            tree = merge(tree, change)
-    tree = _with_absolute_tables(_with_absolute_loss(tree, directory), directory)
-    return _with_absolute_command(tree, directory)
+
+    def make_absolute(setting: str, path: str) -> str:
+        """Return the value ``path`` of ``setting`` as an absolute path."""
+        bridged = setting == "env.entry" and tree["env"].get("kind") == "bridge"
+        return _absolute_bridge(path, directory) if bridged else _absolute_path(path, directory)
+
+    changed = change_models(tree, lambda _, path: _absolute_model(path, directory))
+    changed = change_paths(changed, make_absolute, _PATHS, _TABLES)
+    return _with_absolute_command(_with_absolute_loss(changed, directory), directory)
 
 
 def _absolute_path(path: str, directory: Path) -> str:
@@ -186,30 +169,6 @@ def _absolute_bridge(entry: str, directory: Path) -> str:
     return entry if absolute == parts else f"{library}/{shlex.join(absolute) if len(absolute) > 1 else absolute[0]}"
 
 
-_TABLES = (("env", "rewards", "ref"), *MODEL_TABLES)
-"""The lists of tables whose entries name a file or directory: the section, the list, and the key of the name, whose
-value is ``file.py:function`` or a directory."""
-
-
-def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the settings ``tree`` with absolute paths in the lists of tables :data:`_TABLES`, such as
-    ``[[env.rewards]]``. Relative paths are resolved against ``directory``."""
-    for section, name, key in _TABLES:
-        table = tree.get(section)
-        tables = table.get(name) if isinstance(table, dict) else None
-        if not isinstance(tables, list | tuple):
-            continue
-        make_absolute = _absolute_path if key == "ref" else _absolute_model
-        absolute = [
-            {**each, key: make_absolute(each[key], directory)}
-            if isinstance(each, dict) and isinstance(each.get(key), str) and each[key]
-            else each
-            for each in tables
-        ]
-        tree = merge(tree, {section: {name: absolute}})
-    return tree
-
-
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Return the settings ``tree`` with an absolute path in the reference of a custom loss, ``file.py:function``, which
     is the value of ``algo.loss`` or of ``algo.loss.ref``. A relative path is resolved against ``directory``."""
@@ -218,7 +177,7 @@ def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]
     ref = loss.get("ref") if isinstance(loss, dict) else loss
     if not isinstance(ref, str) or ".py:" not in ref:
         return tree
-    absolute = str(directory / Path(ref).expanduser())
+    absolute = _absolute_path(ref, directory)
     return merge(tree, {"algo": {"loss": {"ref": absolute} if isinstance(loss, dict) else absolute}})
 
 
@@ -300,7 +259,8 @@ def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
         recorded = json.loads(settings.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a run that cannot be resumed is refused later, when its directory is locked
         return config
-    recorded_paths = {setting: str(path) for setting, path in _model_paths(recorded)}
+    recorded_paths: dict[str, str] = {}
+    change_models(recorded, recorded_paths.setdefault)
     return _with_changed_paths(
         config,
         lambda setting, path: (
@@ -321,16 +281,3 @@ def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
     tree = config.model_dump(mode="json")
     changed = change_models(tree, change)
     return config if changed == tree else validate(RunConfig, changed)
-
-
-def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the name and the value of each setting in ``tree`` whose value is the path or hub name of a model."""
-    paths: list[tuple[str, str]] = []
-
-    def record(setting: str, path: str) -> str:
-        """Add the setting and its path to ``paths``, and return the path unchanged."""
-        paths.append((setting, path))
-        return path
-
-    change_models(tree, record)
-    return paths

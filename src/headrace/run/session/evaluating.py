@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from headrace.control.evaluation import (
 from headrace.control.observer import Observers
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
 from headrace.launch.local import launch_serving
-from headrace.run.observe.pages import Figure, PageInputs, PageWriter
+from headrace.run.observe.pages import PageInputs, PageWriter
 from headrace.run.observe.words import plural
 from headrace.run.session.config import RunConfig, RunFile, load_config
 from headrace.run.session.directory import write_json
@@ -115,6 +115,14 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     """The directory of the pages; empty if none were written."""
 
+    def figures(self) -> dict[str, IntervalEstimate]:
+        """Return avg@n, and pass@k and pass^k for each k, by name, each with its interval."""
+        return {
+            f"avg@{self.samples}": self.avg,
+            **{f"pass@{k}": estimate for k, estimate in self.pass_at.items()},
+            **{f"pass^{k}": estimate for k, estimate in self.pass_hat.items()},
+        }
+
 
 def evaluate(
     config: RunFile | RunConfig,
@@ -181,7 +189,10 @@ async def _evaluate(
         f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
     )
     try:
-        async with _connect_if_running(measures.running_engine) as remote, launch_serving(order, remote) as serving:
+        running: AbstractAsyncContextManager[RemoteEngine | None] = nullcontext()
+        if measures.running_engine is not None:
+            running = connect(measures.running_engine)
+        async with running as remote, launch_serving(order, remote) as serving:
             began_s = clock.now()
             on_progress(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
             rewards = await measure_rewards(serving, run, listener)
@@ -192,7 +203,7 @@ async def _evaluate(
     evaluation = msgspec.structs.replace(evaluation, tokens=tokens, seconds=seconds, warnings=warnings)
     if pages is not None:
         evaluation = msgspec.structs.replace(evaluation, directory=str(directory))
-        pages.finish(evaluation.model, _make_figures(evaluation), warnings)
+        pages.finish(evaluation.model, evaluation.figures(), warnings)
         write_json(directory / RESULT, evaluation)
     return evaluation
 
@@ -203,17 +214,6 @@ def _keep_warning(warnings: list[str], on_progress: Callable[[str], None], event
     if event.level == "warning":
         on_progress(f"warning: {event.text}")
         warnings.append(event.text)
-
-
-@asynccontextmanager
-async def _connect_if_running(endpoint: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
-    """Connect to the running engine at ``endpoint`` for the duration of the context, and yield its client. Yield
-    ``None`` if ``endpoint`` is ``None``, which means that the engines of the run file must be started."""
-    if endpoint is None:
-        yield None
-        return
-    async with connect(endpoint) as remote:
-        yield remote
 
 
 def _make_page_writer(prepared: Prepared, measures: Measures, directory: Path) -> PageWriter | None:
@@ -254,15 +254,6 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
     )
 
 
-def _make_figures(evaluation: Evaluation) -> list[Figure]:
-    """Return the figures for the top of the index page: avg@n, and pass@k and pass^k for each k, each with its
-    interval."""
-    named = {f"avg@{evaluation.samples}": evaluation.avg}
-    named |= {f"pass@{k}": estimate for k, estimate in evaluation.pass_at.items()}
-    named |= {f"pass^{k}": estimate for k, estimate in evaluation.pass_hat.items()}
-    return [Figure(name=name, value=each.value, low=each.low, high=each.high) for name, each in named.items()]
-
-
 _CONTRACT = LoopContract(
     name="eval",
     consumes="held-out tasks",
@@ -293,8 +284,6 @@ async def measure_rewards(serving: Serving, run: RunSection, listener: Evaluatio
             board.watch(run.stall_timeout_s, pulse=serving.num_steps, standstills=serving.standstills)
         )
         with board.waiting("eval", "answers to the held-out tasks", on="engine, scoring workers"):
-            rewards = await evaluator.rewards(
-                EvaluationListener(on_tokens=on_tokens, warn=listener.warn, on_attempt=listener.on_attempt)
-            )
+            rewards = await evaluator.rewards(replace(listener, on_tokens=on_tokens))
         watchdog.cancel()
     return rewards

@@ -67,9 +67,7 @@ def explain(prepared: Prepared) -> str:
 
 
 PREVIEWS = Registry[Callable[[Prepared], str]](
-    group="headrace.previews",
-    setting="the preview",
-    check=lambda made: None if callable(made) else "cannot be called",
+    group="headrace.previews", setting="the preview", check=lambda made: None if callable(made) else "cannot be called"
 )
 """The registry of functions, also of installed packages, that return more text about a prepared run. A dry run prints
 these texts after the text of :func:`explain`."""

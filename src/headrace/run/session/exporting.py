@@ -61,11 +61,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def export(
-    weights: Path,
-    out: Path,
-    adapter: AdapterForm | None = None,
-    dtype: NumberFormat | None = None,
-    agent: str = "",
+    weights: Path, out: Path, adapter: AdapterForm | None = None, dtype: NumberFormat | None = None, agent: str = ""
 ) -> Exported:
     """Write the weights of the run or checkpoint in the directory ``weights`` into the new directory ``out``, which
     appears complete or not at all.
@@ -140,8 +136,7 @@ def _find_adapter_directory(source: Path, agent: str) -> Path:
     choices = [POLICY, *agents] if agents else []
     if choices and not agent:
         raise ConfigError(
-            f"{source} holds an adapter for each of {', '.join(choices)}",
-            remedy=f"say which: --agent {agents[0]}",
+            f"{source} holds an adapter for each of {', '.join(choices)}", remedy=f"say which: --agent {agents[0]}"
         )
     if agent and agent not in choices:
         if not choices:

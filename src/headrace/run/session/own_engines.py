@@ -25,12 +25,13 @@ from headrace.models.load import refuse_other_vocabulary
 from headrace.models.settings import errors_naming, read_config
 from headrace.rollout.environments.agents import ModelAgent
 from headrace.rollout.environments.data import Row
-from headrace.rollout.environments.prompts import PromptTokenizer, make_tasks
+from headrace.rollout.environments.prompts import make_tasks
+from headrace.rollout.rendering import Tokenizer
 from headrace.run.session.config import RunConfig
 
 
 def make_teacher_orders(
-    config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
+    config: RunConfig, tasks: Sequence[Task], tokenizer: Tokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
     """Return the launch order of each teacher in ``config`` that has an engine of its own, by the teacher's name: its
     model, its context length, and the settings of requests to it. ``tasks`` are the rows to train on, with prompts of
@@ -123,7 +124,7 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
 
 
 def _make_teacher_prompts(
-    config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
+    config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: Tokenizer, setting: str
 ) -> list[IntColumn]:
     """Return for each row of ``tasks`` the token ids, by ``tokenizer``, of the prompt that the teacher reads in place
     of the row's prompt. The setting ``engine.prompt`` is the template of this prompt. ``setting`` names the teacher in

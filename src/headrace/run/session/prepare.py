@@ -265,10 +265,7 @@ def _check_own_loss(config: RunConfig) -> None:
 
     report = check_loss(config.algo.loss)
     if not report.ok:
-        raise ConfigError(
-            f"algo.loss: {report}",
-            remedy=f"fix it, then try headrace check loss {config.algo.loss.ref}",
-        )
+        raise ConfigError(f"algo.loss: {report}", remedy=f"fix it, then try headrace check loss {config.algo.loss.ref}")
 
 
 def _refuse_missing_models(config: RunConfig) -> None:

@@ -24,10 +24,7 @@ from headrace.base.plugins import Registry
 
 log = logging.getLogger("headrace")
 
-AXES = (
-    *("orchestration", "buffer", "weight_sync", "interrupt", "staleness"),
-    *("partial_rollouts", "lora", "learner"),
-)
+AXES = (*("orchestration", "buffer", "weight_sync", "interrupt", "staleness"), *("partial_rollouts", "lora", "learner"))
 """The design decisions that each recipe describes, in the order in which they are shown."""
 DECIDED = {
     "flow": frozenset({"policy", "max_age", "age_tuning", "lead", "order", "capacity"}),

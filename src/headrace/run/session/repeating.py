@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.base.config import leaves
 from headrace.base.errors import ConfigError, LedgerError, ReplayDiffers
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, Turn
 from headrace.base.types.outline import groups_in_words
@@ -112,40 +113,10 @@ class ReplayRecording:
         """Return the record of the run in ``run_dir`` with the settings ``config`` and the open ``ledger``. Raises
         :class:`~headrace.base.errors.ConfigError` if something that a replay needs was not recorded, or if the run
         depended on a clock or a crash, which cannot be repeated."""
-        num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
-        if num_lives > 1:
-            raise _make_refusal(
-                run_dir,
-                f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded",
-            )
-        recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
-        if recoveries:
-            raise _make_refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
-        changes = [detail for kind, detail, _ in ledger.notes() if kind == ENGINES]
-        if changes:
-            raise _make_refusal(run_dir, f"its engines were changed while it ran ({changes[0]})")
-        _refuse_other_processes(run_dir, config)
-        if config.flow.pivots is not None:
-            raise _make_refusal(
-                run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded"
-            )
-        if not config.engine.can.seeds:
-            raise _make_refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
-        if config.engine.count > 1:
-            raise _make_refusal(
-                run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded"
-            )
-        _refuse_accidents(run_dir, ledger)
+        obstacle = next(_find_obstacles(run_dir, config, ledger), None)
+        if obstacle is not None:
+            raise _make_refusal(run_dir, obstacle)
         path = run_dir / interleaving_file("engine")
-        if not path.exists() or not (run_dir / FACTS_FILE).exists():
-            raise _make_refusal(
-                run_dir, f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
-            )
-        steps = ledger.steps()
-        if not steps or sorted(steps) != list(range(len(steps))):
-            raise _make_refusal(
-                run_dir, f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
-            )
         handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
         missing = checksums.keys() - {each.version for each in handled}
         if missing:
@@ -156,7 +127,7 @@ class ReplayRecording:
             ledger=ledger,
             facts=read_sealed(run_dir / FACTS_FILE),
             checksums=checksums,
-            steps=steps,
+            steps=ledger.steps(),
             rows=tuple(group.row for group in ledger.attempts(0)),
             handled=handled,
         )
@@ -164,7 +135,7 @@ class ReplayRecording:
     def refuse_changed(self, prepared: Prepared) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the settings or rows of ``prepared``, the replay, differ
         from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
-        settings, recorded = _flatten(prepared.config), _flatten(self.config)
+        settings, recorded = (leaves(make_recorded_settings(each)) for each in (prepared.config, self.config))
         for key in sorted(settings.keys() | recorded.keys()):
             changeable = any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
             if not changeable and settings.get(key) != recorded.get(key):
@@ -421,53 +392,51 @@ def _describe_turn_difference(replayed: Turn, recorded: Turn) -> str:
     return "" if length == recorded_length else f"it has {length} tokens, and {recorded_length}"
 
 
-def _flatten(config: RunConfig) -> dict[str, Any]:
-    """Return every setting of ``config``, in its recorded form, by its dotted name such as ``flow.max_age``."""
-    flat: dict[str, Any] = {}
+def _find_obstacles(run_dir: Path, config: RunConfig, ledger: Ledger) -> Iterator[str]:
+    """Yield the reasons why a replay cannot repeat the run in ``run_dir`` with the settings ``config`` and the ledger
+    ``ledger``, each as the end of a sentence: that something was not recorded, or depended on a clock or a crash. Only
+    the first reason is sure to be true: a check expects that the earlier ones have found nothing."""
+    notes = ledger.notes()
+    num_lives = sum(kind == "start" for kind, _, _ in notes)
+    if num_lives > 1:
+        yield f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded"
+    for words, event in (("a part of it was started again", RECOVERY), ("its engines were changed", ENGINES)):
+        yield from (f"{words} while it ran ({detail})" for kind, detail, _ in notes if kind == event)
+    frozen = (agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent))
+    yield from (f"agent {name!r} has an engine of its own, which is not recorded" for name in frozen)
+    if config.learner.served_teachers:
+        yield "a teacher has an engine of its own, which is not recorded"
+    if config.launch.rollouts:
+        yield (
+            f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
+            "processes is not recorded"
+        )
+    if config.flow.pivots is not None:
+        yield "flow.pivots is set, and the moments when branches were requested are not recorded"
+    if not config.engine.can.seeds:
+        yield f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed"
+    if config.engine.count > 1:
+        yield f"engine.count={config.engine.count}, and which engine served what is not recorded"
+    yield from _find_accidents(ledger)
+    path = run_dir / interleaving_file("engine")
+    if not path.exists() or not (run_dir / FACTS_FILE).exists():
+        yield f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
+    steps = ledger.steps()
+    if not steps or sorted(steps) != list(range(len(steps))):
+        yield f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
 
-    def walk(prefix: str, tree: dict[str, Any]) -> None:
-        """Add the values of the nested dictionary ``tree`` to ``flat``, with ``prefix`` put before their names."""
-        for key, value in tree.items():
-            if isinstance(value, dict) and value:
-                walk(f"{prefix}{key}.", value)
-            else:
-                flat[f"{prefix}{key}"] = value
 
-    walk("", make_recorded_settings(config))
-    return flat
-
-
-def _refuse_accidents(run_dir: Path, ledger: Ledger) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if episodes of the run in ``run_dir`` were ended by a clock or a
-    crash, by its ``ledger``, or if groups carried no loss because their columns could not be read. A replay would
-    repeat neither."""
+def _find_accidents(ledger: Ledger) -> Iterator[str]:
+    """Yield the events in ``ledger`` that a replay would not repeat, in words: episodes that were ended by a clock or a
+    crash, and groups that carried no loss because their columns could not be read."""
     conservation = ledger.conservation()
     by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
     if by_clock:
-        raise _make_refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
-    lost = ledger.lost()
-    if lost:
-        step = min(lost)
-        groups = lost[step]  # empty if an older version of Headrace has not recorded them
+        yield f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}"
+    for step, groups in sorted(ledger.lost().items()):  # no groups if an older version of Headrace recorded none
         names = groups_in_words([each.number for each in groups]) if groups else "groups"
         reason = groups[0].why if groups else "their numbers are not recorded"
-        raise _make_refusal(run_dir, f"columns of {names} could not be read when step {step} was trained: {reason}")
-
-
-def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the run in ``run_dir`` with the settings ``config`` used
-    processes whose messages are not recorded: the engines of frozen agents and of teachers, and rollout shards."""
-    frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
-    if frozen:
-        raise _make_refusal(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
-    if config.learner.served_teachers:
-        raise _make_refusal(run_dir, "a teacher has an engine of its own, which is not recorded")
-    if config.launch.rollouts:
-        raise _make_refusal(
-            run_dir,
-            f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
-            "processes is not recorded",
-        )
+        yield f"columns of {names} could not be read when step {step} was trained: {reason}"
 
 
 def _make_refusal(run_dir: Path, reason: str) -> ConfigError:

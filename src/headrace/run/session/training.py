@@ -204,14 +204,11 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         ledgers: list[Ledger] = []  # the open ledger, if there is one
         if has_ledger(run_dir):  # an unusable ledger is refused before any process is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
-        changed, engines = (
-            find_changed_settings(run_dir, make_recorded_settings(config)),
-            find_final_num_engines(run_dir),
-        )
+        warnings = list(_describe_changes(life, start))  # before the settings of the earlier life are overwritten
         write_sealed(run_dir / CONFIG_FILE, make_recorded_settings(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # the summary of an earlier life
         watchers = RunWatchers(config, run_dir, stack, settings=_make_verdict_settings(prepared))
-        for words in _describe_changes(config, run_dir, changed, engines):
+        for words in warnings:
             watchers.observers.event(Event(wall_s=0.0, text=words, level="warning"))
         comparisons: list[ReplayComparison] = []
 
@@ -241,18 +238,26 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         return comparisons[0].finish(summary) if comparisons else summary
 
 
-def _describe_changes(config: RunConfig, run_dir: Path, changed: Sequence[str], engines: int | None) -> Iterator[str]:
-    """Yield warnings about what differs from the earlier life of the run in ``run_dir``: the settings ``changed``, and
-    the number of engines, which ``config`` sets, and which was ``engines`` at the end of the earlier life (``None`` if
-    it had not changed then)."""
+def _describe_changes(life: RunLife, start: StartingPoint) -> Iterator[str]:
+    """Yield warnings about what differs from the earlier life of the run, with which the directory of ``life`` was
+    written, and about ``start``, from which the run continues: changed settings, another number of engines, a learner
+    that was lost, and a snapshot without checksums."""
+    config, run_dir = life.prepared.config, life.run_dir
+    changed = find_changed_settings(run_dir, make_recorded_settings(config))
     if changed:
         more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
         yield f"settings have changed since the run was last started: {'; '.join(changed[:5])}{more}"
+    engines = find_final_num_engines(run_dir)
     if engines is not None:
         yield (
             f"the run had {engines} engines when it ended, and begins again with engine.count={config.engine.count}; "
             f"headrace engines {run_dir} adds and removes engines while it goes on"
         )
+    if life.preceding_error is not None:
+        cause = life.preceding_error.problem.partition("\n")[0]
+        yield f"{cause}; the run continues from step {start.step}"
+    if not start.sealed:
+        yield f"{start.snapshot} was written without checksums: that its files are unchanged cannot be told"
 
 
 def _make_control_settings(prepared: Prepared) -> ControlSettings:
@@ -290,25 +295,12 @@ def _make_verdict_settings(prepared: Prepared) -> VerdictSettings:
 
 def _make_launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
     """Return the order for the launcher: the processes to start, with their settings. ``start`` is the step and the
-    snapshot from which the run begins. Before, warn of a learner that was lost and of a snapshot without checksums."""
+    snapshot from which the run begins."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
     order = replace(order, forks=life.forks)
-    _report_lost_learner(life, order, start)
-    if not start.sealed:
-        words = f"{start.snapshot} was written without checksums: that its files are unchanged cannot be told"
-        order.on_event(Event(wall_s=0.0, text=words, level="warning"))
     if life.recording is None:
         return order
     return life.recording.adapt_order(order, life.prepared.config.run.stall_timeout_s)
-
-
-def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint) -> None:
-    """If the loss of the learner ended the life before ``life``, report this as a warning to the watchers in ``order``,
-    with the step of ``start``, from which the run continues."""
-    if life.preceding_error is not None:
-        cause = life.preceding_error.problem.partition("\n")[0]
-        words = f"{cause}; the run continues from step {start.step}"
-        order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
 def _has_finished(run_dir: Path) -> bool:

@@ -34,7 +34,7 @@ from headrace.run.observe import (
     open_view,
 )
 from headrace.run.observe.jsonl import EVENTS_FILE, METRICS_FILE
-from headrace.run.observe.terminal import PlainView, SilentView, TerminalView
+from headrace.run.observe.terminal import PlainView, TerminalView
 from headrace.run.observe.trace import is_engine
 from headrace.run.session.config import RunConfig
 
@@ -155,7 +155,7 @@ class RunWatchers:
 def _open_view(config: RunConfig, output: TextIO) -> TerminalView:
     """Return the terminal view that the setting ``observe.view`` chooses, which prints to ``output``."""
     if config.observe.view == "none":
-        return SilentView()
+        return TerminalView()
     if config.observe.view == "plain":
         return PlainView(output, config.run.steps)
     return open_view(output, config.run.steps)

@@ -17,7 +17,23 @@ import torch
 from torch import Tensor
 
 
-class Cast:
+class IdentityForm:
+    """A form that sends every tensor unchanged, bit for bit."""
+
+    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return ``tensor`` itself as its single part, called ``name``."""
+        return {name: tensor}
+
+    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Copy ``tensor`` into its single part, converted to the part's dtype."""
+        parts[0].copy_(tensor)
+
+    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Copy the single part into ``out``, converted to the dtype of ``out``."""
+        out.copy_(parts[0])
+
+
+class Cast(IdentityForm):
     """A form that rounds floating-point tensors to one dtype with torch's rounding (to nearest, ties to even). Other
     tensors are sent unchanged.
 
@@ -34,30 +50,6 @@ class Cast:
         which it is rounded."""
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         return {name: torch.empty(tensor.shape, dtype=dtype, device="meta")}
-
-    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy ``tensor`` into its single part, rounded to the part's dtype."""
-        parts[0].copy_(tensor)
-
-    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the single part into ``out``, converted to the dtype of ``out``."""
-        out.copy_(parts[0])
-
-
-class IdentityForm:
-    """A form that sends every tensor unchanged, bit for bit."""
-
-    def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return ``tensor`` itself as its single part, called ``name``."""
-        return {name: tensor}
-
-    def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Copy ``tensor`` into its single part."""
-        parts[0].copy_(tensor)
-
-    def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Copy the single part into ``out``."""
-        out.copy_(parts[0])
 
 
 _CODE_DTYPE = torch.float8_e4m3fn

@@ -22,9 +22,10 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace.base.clock import Clock
-from headrace.base.errors import BudgetSpent, EngineFull, EpisodeError, HeadraceError, RequestError, SequenceFailed
+from headrace.base.errors import BudgetSpent, EpisodeError, HeadraceError, RequestError
 from headrace.base.net.connection import mark_authorized
-from headrace.base.net.refusal import Refusal, excerpt
+from headrace.base.net.refusal import EVENTS, Refusal, refuse_request, refuse_unknown, respond_refused
+from headrace.base.tasks import run_together, task_group
 from headrace.base.types.chat import ChatOptions, Reply
 from headrace.base.types.episode import get_role
 from headrace.rollout.environments.agents import POLICY
@@ -48,8 +49,6 @@ PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAG
 """The protocol of each path."""
 COUNT = "/messages/count_tokens"
 """The path of requests for the number of tokens of a conversation."""
-
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +99,12 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
             path: _EndpointHandler(dispatcher, protocol, _AnswerWork(dispatcher, protocol))
             for path, protocol in PATHS.items()
         }
-        handlers[COUNT] = _EndpointHandler(dispatcher, MESSAGES, _CountWork())
+        handlers[COUNT] = _EndpointHandler(dispatcher, MESSAGES, _count)
         routes += [Route(root + path, handler, methods=["POST"]) for path, handler in handlers.items()]
         routes.append(Route(f"{root}/models", models, methods=["GET"]))
     return _UnknownKeyDelay(
         dispatcher,
-        Starlette(routes=routes, exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found}),
+        Starlette(routes=routes, exception_handlers={Refusal: respond_refused, HTTPException: _respond_not_found}),
     )
 
 
@@ -159,7 +158,7 @@ class _ResponseWriter:
         """Send ``data`` as the next bytes of the stream; send the headers before the first bytes."""
         if not self._is_streaming:
             self._is_streaming = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -255,21 +254,14 @@ class _AnswerWork:
         await writer.end()
 
     async def _stream_while(
-        self,
-        work: Coroutine[Any, Any, list[Reply]],
-        events: EventStream,
-        pieces: _PieceBuffer,
-        writer: _ResponseWriter,
+        self, work: Coroutine[Any, Any, list[Reply]], events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter
     ) -> list[Reply]:
         """Run ``work`` and return its replies. Meanwhile, send the pieces that it adds to the buffer as events, and
         pings while there are no pieces."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(work)
-                task.add_done_callback(lambda _: pieces.arrived.set())
-                await self._send_until_done(task, events, pieces, writer)
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            task = group.create_task(work)
+            task.add_done_callback(lambda _: pieces.arrived.set())
+            await self._send_until_done(task, events, pieces, writer)
         return task.result()
 
     async def _send_until_done(
@@ -329,14 +321,10 @@ async def _send_pieces(events: EventStream, pieces: _PieceBuffer, writer: _Respo
             await writer.event(event)
 
 
-@dataclass(frozen=True, slots=True)
-class _CountWork:
-    """The work for a request for the number of tokens of a conversation."""
-
-    async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
-        """Answer with the number of prompt tokens of the conversation in ``tree``, the JSON of the request's body."""
-        request = read_counted(tree)
-        await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
+async def _count(session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+    """Answer with the number of prompt tokens of the conversation in ``tree``, the JSON of the request's body."""
+    request = read_counted(tree)
+    await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
 
 
 async def _sample_replies(
@@ -344,17 +332,10 @@ async def _sample_replies(
 ) -> list[Reply]:
     """Sample as many answers to ``request`` as it asks for, concurrently, and return them. If they are streamed, their
     pieces are added to ``pieces``. The first failure cancels the other answers."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = []
-            for choice in range(request.num_choices):
-                on_piece = None if pieces is None else partial(pieces.on_piece, choice)
-                tasks.append(
-                    group.create_task(session.episode.reply(request.messages, request.tools, options, on_piece))
-                )
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    return [task.result() for task in tasks]
+    receivers = [None if pieces is None else partial(pieces.on_piece, choice) for choice in range(request.num_choices)]
+    return await run_together(
+        [session.episode.reply(request.messages, request.tools, options, on_piece) for on_piece in receivers]
+    )
 
 
 async def _convert_errors(work: Callable[[], Awaitable[None]]) -> None:
@@ -366,27 +347,12 @@ async def _convert_errors(work: Callable[[], Awaitable[None]]) -> None:
     except EpisodeError as error:
         status = 403 if isinstance(error, BudgetSpent) else 400  # clients retry neither status
         raise Refusal(error.problem, remedy=error.remedy, status=status, code=error.reason) from None
-    except EngineFull as error:
-        raise Refusal(error.problem, remedy=error.remedy, status=429, code="engine_full") from None
-    except SequenceFailed as error:
-        raise Refusal(error.problem, remedy=error.remedy, status=500, code="sequence_failed") from None
     except RequestError as error:
-        raise Refusal(error.problem, remedy=error.remedy) from None
-
-
-async def _respond_refused(_: Request, error: Exception) -> Response:
-    """Return the HTTP response for a refusal that was raised outside the protocols."""
-    assert isinstance(error, Refusal)
-    return error.response()
+        raise refuse_request(error) from None
 
 
 async def _respond_not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
-    assert isinstance(error, HTTPException)
-    path = excerpt(request.url.path)
     known = ", ".join(f"/v1{path}" for path in (*PATHS, COUNT))
-    problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    remedy = f"known: POST {known}; GET /v1/models"
-    return Refusal(problem, remedy=remedy, status=error.status_code, code=code).response()
+    return refuse_unknown(request, error, f"POST {known}; GET /v1/models").response()

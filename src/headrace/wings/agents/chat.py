@@ -19,6 +19,7 @@ from headrace.wings.agents.reading import (  # fmt: skip
     BodyPart,
     ChatTool,
     ChatToolCall,
+    encode_call,
     make_text_validator,
     named_answers,
     read_choice,
@@ -141,10 +142,7 @@ class _ChatBody(StrictBody):
         return EndpointRequest(
             messages=named_answers(message.message() for message in self.messages),
             tools=tools,
-            options=ChatOptions(
-                max_new_tokens=self.max_completion_tokens or self.max_tokens,
-                stop=self.stop,
-            ),
+            options=ChatOptions(max_new_tokens=self.max_completion_tokens or self.max_tokens, stop=self.stop),
             num_choices=self.n,
             stream=self.stream,
             ignored=set_fields(
@@ -243,10 +241,7 @@ def _message(message: Message) -> Json:
     if message.reasoning:
         fields["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
+        fields["tool_calls"] = [encode_call(call) for call in message.tool_calls]
     return fields
 
 
@@ -287,8 +282,5 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ChatExchange:
 
 
 CHAT = ChatProtocol(
-    parse=_parse,
-    refusal=Refusal.body,
-    broken=lambda refusal: SseEvent("", refusal.body()),
-    ping=b": sampling\n\n",
+    parse=_parse, refusal=Refusal.body, broken=lambda refusal: SseEvent("", refusal.body()), ping=b": sampling\n\n"
 )

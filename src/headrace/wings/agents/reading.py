@@ -156,18 +156,21 @@ def refuse_same_names(tools: Sequence[Tool]) -> None:
 def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, Any]]:
     """Return the sampled tokens of ``reply`` with their logprobs, in the form that both of OpenAI's protocols use; a
     logprob that is not finite is ``null``. ``spell`` returns the text of a token."""
-    entries: list[dict[str, Any]] = []
-    for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
-        text = spell(token)
-        entries.append(
-            {
-                "token": text,
-                "logprob": logprob if math.isfinite(logprob) else None,
-                "bytes": None if "\ufffd" in text else list(text.encode()),
-                "top_logprobs": [],
-            }
-        )
-    return entries
+    return [
+        {**logprob_entry(spell(token), logprob if math.isfinite(logprob) else None), "top_logprobs": []}
+        for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
+    ]
+
+
+def logprob_entry(token: str, logprob: float | None) -> dict[str, Any]:
+    """Return a token and its log-probability in OpenAI's format, with the bytes of its text; the bytes of a token that
+    is only a part of a character are ``None``."""
+    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
+
+
+def encode_call(call: ToolCall) -> dict[str, Any]:
+    """Return a tool call as JSON in the format of chat completions."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def json_object(text: str) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from headrace.control.metrics.summary import Summary
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, get_columns, make_report
 
 PAIRS = 3
 STEPS = 40
@@ -38,6 +38,11 @@ SETTINGS = {
     "observe": {"view": "none", "report": False},
 }
 """The settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
+COLUMNS = (
+    *("steps", "tokens_trained", "wall_s", "trained_tok_s"),
+    *("engine_idle_frac", "learner_idle_frac", "max_token_age"),
+)
+"""The figures of a run's summary that are columns of its row."""
 ALPHABET = "".join(map(chr, range(0x4E00, 0x4E00 + 2000)))
 """The vocabulary, so large that an answer rarely samples the end-of-sequence token before its length limit."""
 TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
@@ -70,7 +75,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 run = {"dir": str(run_dir), "steps": steps, "checkpoint_every": steps, "seed": pair}
                 runs[what] = train({**tree, "flow": flow, "run": run})
                 tails.append(_tail(run_dir, steps * GROUPS))
-                rows.append(_row(what, pair, runs[what], tails[-1]))
+                figures = get_columns(runs[what], *COLUMNS)
+                rows.append({"what": what, "pair": pair, **figures, "p90_by_median": tails[-1]})
             barrier, paced = runs["barrier"], runs["paced"]
             ratios.append(paced.trained_tok_s / barrier.trained_tok_s)
             shares.append(paced.tokens_trained / barrier.tokens_trained)
@@ -122,20 +128,3 @@ def _tail(run_dir: Path, num_groups: int) -> float:
     lengths = [len(turn.tokens) for episode in episodes for turn in episode.turns if turn.stop_reason is not None]
     middle, high = np.percentile(lengths, [50, 90])
     return float(high / middle)
-
-
-def _row(kind: str, pair: int, summary: Summary, tail: float) -> Row:
-    """Return the row of the report for one run: figures of its ``summary``, the ``kind`` of run (``barrier`` or
-    ``paced``), the number of its pair, and ``tail``, the result of :func:`_tail`."""
-    return {
-        "what": kind,
-        "pair": pair,
-        "steps": summary.steps,
-        "tokens_trained": summary.tokens_trained,
-        "wall_s": summary.wall_s,
-        "trained_tok_s": summary.trained_tok_s,
-        "engine_idle_frac": summary.engine_idle_frac,
-        "learner_idle_frac": summary.learner_idle_frac,
-        "max_token_age": summary.max_token_age,
-        "p90_by_median": tail,
-    }

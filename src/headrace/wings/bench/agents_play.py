@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.wings.bench.user_code import odd
 
 MEDIAN, LONGEST = 16, 1024
 """The median and the largest value of the length limit, in tokens."""
@@ -26,12 +27,6 @@ def draw_length(draws: random.Random) -> int:
     return min(LONGEST, max(1, round(MEDIAN * math.exp(SIGMA * draws.gauss(0.0, 1.0)))))
 
 
-def odd_fraction(text: str) -> float:
-    """Return the fraction of the characters of ``text`` whose code points are odd. This fraction is the reward of an
-    answer, since it differs from answer to answer and is cheap to compute."""
-    return sum(ord(character) % 2 for character in text) / max(1, len(text))
-
-
 async def play_episode(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """Sample with ``policy`` an answer of the writer to the prompt of ``task``, and then an answer of the critic to the
     writer; return the episode with a reward for each of the two agents. This is the rollout function of the benchmark.
@@ -40,5 +35,5 @@ async def play_episode(task: Mapping[str, Any], policy: EpisodePolicy) -> Episod
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=draw_length(draws))
     judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=draw_length(draws))
-    rewards = {"writer": odd_fraction(written.message.content), "critic": odd_fraction(judged.message.content)}
+    rewards = {"writer": odd(written.message.content), "critic": odd(judged.message.content)}
     return Episode(agent_rewards=rewards)

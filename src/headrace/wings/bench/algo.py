@@ -9,6 +9,7 @@ import statistics
 import string
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective, usable
-from headrace.base.clock import Clock, RealClock
+from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.learner.base import LearnerContext
 from headrace.learner.config import LearnerConfig
@@ -26,7 +27,7 @@ from headrace.learner.packing import microbatches
 from headrace.learner.work import StepWork
 from headrace.models import ModelConfig, load_model
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, at_most, make_report
+from headrace.wings.bench.base import Report, Row, at_most, make_report, measure_s
 
 CASES = {
     "grpo + tis": {"loss": "grpo", "correction": "tis"},
@@ -55,18 +56,18 @@ def measure(on_progress: Callable[[str], None]) -> Report:
     report with a row of medians for each case, and a target for the fraction of the step that the objective takes.
     ``on_progress`` is called with the name of each case."""
     torch.set_num_threads(1)  # more threads gain little here, and stall if other processes use the cores
-    clock = RealClock()
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         model_dir = make_tiny(Path(scratch) / "model", TINY)
         for name, table in CASES.items():
             on_progress(name)
             objective = Objective.build(AlgoConfig.model_validate(table))
-            core, parameters = _learner(model_dir, objective, clock)
+            core, parameters = _learner(model_dir, objective)
             steps_s, shares_s = [], []
             for step in range(REPEATS + 1):  # alternating, so that other load on the machine affects both figures
-                steps_s.append(_step_s(core, step, clock))
-                shares_s += [_objective_s(objective, make_batch(step), clock) for _ in range(3)]
+                batch = make_batch(step)
+                steps_s.append(measure_s(partial(core.train, batch)))
+                shares_s += [measure_s(partial(_compute_objective, objective, batch)) for _ in range(3)]
             step_s, share_s = statistics.median(steps_s[1:]), statistics.median(shares_s[3:])
             rows.append(
                 {
@@ -109,33 +110,22 @@ def make_batch(step: int) -> Batch:
     )
 
 
-def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[LearnerCore, int]:
+def _learner(model_dir: Path, objective: Objective) -> tuple[LearnerCore, int]:
     """Return a learner with the model in ``model_dir`` and the loss and correction of ``objective``, and the number of
     parameters of the model."""
     model = load_model(ModelConfig(path=str(model_dir)))
-    context = LearnerContext(temperature=1.0, total_steps=REPEATS + 1, model_dir=model_dir, clock=clock)
+    context = LearnerContext(temperature=1.0, total_steps=REPEATS + 1, model_dir=model_dir, clock=RealClock())
     return LearnerCore(model, LearnerConfig(), objective, context), model.num_parameters()
 
 
-def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
-    """Return the time, in seconds, of one training step of ``core`` on the random batch of ``step``, without the
-    construction of the batch."""
-    batch = make_batch(step)
-    start_s = clock.now()
-    core.train(batch)
-    return clock.now() - start_s
-
-
-def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
-    """Return the time, in seconds, that the objective alone takes for a batch: masks, correction weights, loss, and the
-    gradient of the loss with respect to log π. It works in micro-batches, as in the learner, but log π is the recorded
-    logprob plus 0.01 instead of the output of a model."""
+def _compute_objective(objective: Objective, batch: Batch) -> None:
+    """Compute the objective alone for a batch: masks, correction weights, loss, and the gradient of the loss with
+    respect to log π. It works in micro-batches, as in the learner, but log π is the recorded logprob plus 0.01 instead
+    of the output of a model."""
     log_pi_N = torch.from_numpy(batch.logprobs_N) + 0.01
-    start_s = clock.now()
     mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
     weights_N = objective.weights(layout(batch, mask_N))
     work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=weights_N, old=objective.old)
     for micro in microbatches(batch.lengths_S, np.arange(SAMPLES), LearnerConfig().tokens_per_microbatch):
         log_pi_M = log_pi_N[micro.places_M].requires_grad_()
         objective(work.inputs(micro, log_pi_M), weights_N[micro.places_M]).loss.backward()
-    return clock.now() - start_s

@@ -4,12 +4,14 @@ benchmark of this package returns a :class:`Report`."""
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 import psutil
 
+from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 
 Row = dict[str, Any]
@@ -42,6 +44,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     targets: list[Target]
 
 
+Measurement = tuple[list[Row], list[Target]]
+"""The rows and the targets of one measurement."""
+
+
 def at_most(name: str, value: float, limit: float, unit: str) -> Target:
     """Return a target with an upper limit: ``value`` should be ``limit`` or less, both in ``unit``. ``name`` is the
     name of the target in the report.
@@ -71,6 +77,31 @@ def make_report(rows: list[Row], targets: list[Target]) -> Report:
     packages = ("headrace", "torch", "transformers", "numpy")
     versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
     return Report(machine=machine, versions=versions, rows=rows, targets=targets)
+
+
+def join_report(parts: Iterable[Measurement]) -> Report:
+    """Return the report of all rows and all targets of several measurements, with the facts of this machine."""
+    measurements = list(parts)
+    rows = [row for each, _ in measurements for row in each]
+    return make_report(rows, [target for _, each in measurements for target in each])
+
+
+def measure_s(act: Callable[[], object]) -> float:
+    """Return the duration of one call of ``act``, in seconds."""
+    clock = RealClock()
+    start_s = clock.now()
+    act()
+    return clock.now() - start_s
+
+
+def shortest_s(act: Callable[[], object], times: int) -> float:
+    """Call ``act`` as many ``times``, and return the duration of the shortest call, in seconds."""
+    return min(measure_s(act) for _ in range(times))
+
+
+def get_columns(record: object, *names: str) -> Row:
+    """Return the attributes ``names`` of ``record`` as columns of a row."""
+    return {name: getattr(record, name) for name in names}
 
 
 def format_report(report: Report) -> str:

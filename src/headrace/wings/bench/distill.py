@@ -10,8 +10,8 @@ from pathlib import Path
 
 from headrace.base.types.observation import StepRecord
 from headrace.run.observe.jsonl import METRICS_FILE, read_steps
-from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, get_columns, make_report
+from headrace.wings.bench.program import train_quietly
 from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
 STEPS, QUICK_STEPS = 80, 4
@@ -53,16 +53,11 @@ def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) 
     Return a row with the figures of the run: held-out accuracy before and after, the divergence from the teacher in the
     first and the last step, and the versions that the teacher had. ``kind`` is the name of the kind of run in the
     row."""
-    common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
-    summary = train(load_config(demo.run_file, [*common, *settings]))
+    summary = train_quietly(demo.run_file, run_dir, f"run.steps={steps}", *settings)
     records = read_steps(run_dir / METRICS_FILE)
     return {
         "what": kind,
-        "steps": summary.steps,
-        "eval_before": summary.eval_before,
-        "eval_after": summary.eval_after,
-        "wall_s": summary.wall_s,
-        "exposed_sync_frac": summary.exposed_sync_frac,
+        **get_columns(summary, "steps", "eval_before", "eval_after", "wall_s", "exposed_sync_frac"),
         "kl_teacher_first": records[0].metrics.get("kl_teacher"),
         "kl_teacher_last": records[-1].metrics.get("kl_teacher"),
         "teacher_versions": sorted({int(v) for r in records if (v := r.metrics.get("teacher_version")) is not None}),

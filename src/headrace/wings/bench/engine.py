@@ -21,7 +21,7 @@ import numpy as np
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.base import Measurement, Report, Row, at_least, at_most, join_report
 from headrace.wings.bench.engine_peers import VLLM_CACHE_BYTES, PeerProcess, cold_first_token_s, open_worker
 
 _VOCAB = (string.ascii_letters + string.digits)[:61]
@@ -168,21 +168,16 @@ def measure(
     of each process (``None``: all cores); with ``quick`` everything is small and the figures mean nothing; ``vllm`` is
     the path of an interpreter with vLLM for CPUs (empty: vLLM is left out). ``on_progress`` is called with lines of
     progress."""
-    rows: list[Row] = []
-    targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _EngineBench(
             directory=Path(scratch), threads=threads or num_cores(), vllm=vllm, quick=quick, on_progress=on_progress
         )  # fmt: skip
-        for match in QUICK if quick else MATCHES:
-            found = _compare(bench, match)
-            rows += found[0]
-            targets += found[1]
+        parts = [_compare(bench, match) for match in (QUICK if quick else MATCHES)]
         on_progress("floor, first token, recording, commits")
         with ExitStack() as stack:
             ours = bench.open("native", bench.main_model, stack)
             routed = bench.open("native", bench.model("1M experts"), stack)
-            parts = [
+            parts += [
                 _measure_step_floor(bench, ours),
                 _measure_latency(bench, ours),
                 _measure_recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
@@ -190,14 +185,7 @@ def measure(
                 _measure_gaps(bench, bench.open("fed", bench.main_model, stack)),
             ]
         on_progress("fresh process")
-        for found in [*parts, _measure_cold_start(bench)]:
-            rows += found[0]
-            targets += found[1]
-    return make_report(rows, targets)
-
-
-Measurement = tuple[list[Row], list[Target]]
-"""The rows and the targets that one measurement adds to the report."""
+        return join_report([*parts, _measure_cold_start(bench)])
 
 
 def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:

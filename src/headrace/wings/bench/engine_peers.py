@@ -8,10 +8,10 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import psutil
 
@@ -77,6 +77,39 @@ class PeerProcess:
         top = psutil.Process(self._process.pid)
         family = [top, *top.children(recursive=True)]
         return sum(int(one.memory_full_info().pss) for one in family)
+
+
+class Side(Protocol):
+    """The contract of an implementation that a worker process measures."""
+
+    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one request, and return the answer to it, a JSON object."""
+        ...
+
+
+@runtime_checkable
+class ClosingSide(Side, Protocol):
+    """The contract of a side that has to release resources at the end."""
+
+    def close(self) -> None:
+        """Release all resources."""
+        ...
+
+
+def answer_requests(open_side: Callable[[dict[str, Any]], Side]) -> None:
+    """Open the side that the first argument of this process, a worker, describes in JSON, and answer the requests on
+    the standard input until the input ends."""
+    import torch
+
+    spec = json.loads(sys.argv[1])
+    torch.set_num_threads(spec["threads"])
+    with ExitStack() as stack:
+        side = open_side(spec)
+        if isinstance(side, ClosingSide):
+            stack.callback(side.close)
+        for line in sys.stdin:
+            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
+            sys.stdout.flush()
 
 
 @contextmanager

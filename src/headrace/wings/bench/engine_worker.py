@@ -9,12 +9,10 @@ whole requests; this process measures times that need more precision.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,6 +33,8 @@ from headrace.models.kernels.ops import Kernels, kernels
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
+from headrace.wings.bench.base import shortest_s
+from headrace.wings.bench.engine_peers import Side, answer_requests
 
 MAX_CONTEXT = 1024
 """The largest number of tokens of a sequence."""
@@ -43,19 +43,6 @@ BATCH = 64
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
-
-
-class EngineSide(Protocol):
-    """The contract of an engine that this process can measure, one of :data:`SIDES`."""
-
-    def handle(self, request: Request) -> Answer:
-        """Sample completions of given lengths to given prompts, and return the answer to the request, a JSON object
-        whose ``tokens`` is the number of sampled tokens."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources."""
-        ...
 
 
 class NativeSide:
@@ -111,9 +98,6 @@ class NativeSide:
             "unit": self._unit,
         }
 
-    def close(self) -> None:
-        """Do nothing: fixed weights hold no resources."""
-
     def _receiver(self) -> WeightReceiver:
         """Return the receiver of the engine's weights; in this class, a receiver of the loaded weights, which never
         change."""
@@ -132,18 +116,9 @@ class NativeSide:
         left, right = (torch.full((size, size), 0.5) for _ in range(2))
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
-        products_s = self._shortest_s(lambda: product(left, right))
-        copies_s = self._shortest_s(lambda: target.copy_(source))
+        products_s = shortest_s(lambda: product(left, right), 10)
+        copies_s = shortest_s(lambda: target.copy_(source), 10)
         return {"flop_per_s": 2 * size**3 / products_s, "bytes_per_s": 2 * num_bytes / copies_s}
-
-    def _shortest_s(self, work: Callable[[], object]) -> float:
-        """Run ``work`` ten times, and return the shortest time in seconds."""
-        times_s = []
-        for _ in range(10):
-            start_s = self._clock.now()
-            work()
-            times_s.append(self._clock.now() - start_s)
-        return min(times_s)
 
     def _add(self, request: Request) -> None:
         """Queue the prompts of a request, each with the length of its answer in tokens."""
@@ -243,9 +218,6 @@ class GenerateSide:
             tokens += sum(lengths)
         return {"tokens": tokens}
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
-
 
 class ContinuousBatchingSide:
     """Continuous batching of transformers, with one manager for all requests; all answers of a request must have the
@@ -273,11 +245,8 @@ class ContinuousBatchingSide:
         )
         return {"tokens": sum(len(one.generated_tokens) for one in out.values())}
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
 
-
-SIDES: dict[str, Callable[[str], EngineSide]] = {
+SIDES: dict[str, Callable[[str], Side]] = {
     "native": NativeSide, "bfloat16": NativeSideInBfloat16, "fed": NativeSideWithSync, "generate": GenerateSide,
     "continuous": ContinuousBatchingSide,
 }  # fmt: skip
@@ -303,19 +272,5 @@ def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -
     )  # fmt: skip
 
 
-def main(arguments: list[str]) -> None:
-    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
-    ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
-    side = SIDES[spec["side"]](spec["model"])
-    try:
-        for line in sys.stdin:
-            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-            sys.stdout.flush()
-    finally:
-        side.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(lambda spec: SIDES[spec["side"]](spec["model"]))

@@ -28,8 +28,8 @@ from typing import Any
 
 from headrace.base.environ import num_cores
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
-from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Measurement, draw_lengths
+from headrace.wings.bench.base import Measurement, Report, Row, Target, at_least, at_most, join_report
+from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, draw_lengths
 from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.learner_trees import TreeCase, tree_cases
 
@@ -115,11 +115,11 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     adapter, routing replay, prefix trees, and the memory of log π. ``threads`` is the number of threads of each process
     (``None``: all cores); with ``quick`` everything is small and the figures mean nothing. ``on_progress`` is called
     with lines of progress."""
-    measurements: list[Measurement] = []
+    threads = threads or num_cores()
+    measurements: list[Measurement] = [([{"what": "threads of each side", "threads": threads}], [])]
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
-            directory=Path(scratch), threads=threads or num_cores(), sizes=QUICK if quick else FULL,
-            on_progress=on_progress,
+            directory=Path(scratch), threads=threads, sizes=QUICK if quick else FULL, on_progress=on_progress
         )  # fmt: skip
         model = bench.model("model", bench.sizes.spec)
         with ExitStack() as stack:
@@ -131,12 +131,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             measurements.append(_compare_replay(bench, ours))
         measurements += [_compare_trees(bench, model, case) for case in tree_cases(quick=quick)]
         measurements.append(_measure_heads(bench, model))
-    rows: list[Row] = [{"what": "threads of each side", "threads": threads or num_cores()}]
-    targets: list[Target] = []
-    for more_rows, more_targets in measurements:
-        rows += more_rows
-        targets += more_targets
-    return make_report(rows, targets)
+    return join_report(measurements)
 
 
 def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Request:

@@ -16,7 +16,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,8 @@ from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 from headrace.learner.products import product
+from headrace.wings.bench.base import shortest_s
+from headrace.wings.bench.engine_peers import Side, answer_requests
 from headrace.wings.bench.learner_trees import Draw, Ids, TokenPaths, draw_paths
 
 GROUP = 8
@@ -37,15 +39,6 @@ LR = 1e-6
 
 Request = dict[str, Any]
 Answer = dict[str, Any]
-
-
-class LearnerSide(Protocol):
-    """The contract of an implementation that this process can measure, one of :data:`SIDES`."""
-
-    def handle(self, request: Request) -> Answer:
-        """Execute a request, for most sides one training step, and return the answer to it, a JSON object whose
-        ``seconds`` is the measured time."""
-        ...
 
 
 def make_batch(step: int, request: Mapping[str, Any]) -> Batch:
@@ -184,12 +177,7 @@ class HeadraceSide:
         """Return the best rate over 20 products, in operations per second, of the float32 product of a ``rows`` by
         ``inner`` matrix and an ``inner`` by ``columns`` matrix."""
         left, right = torch.full((rows, inner), 0.5), torch.full((inner, columns), 0.5)
-        times_s = []
-        for _ in range(20):
-            start_s = self._clock.now()
-            product(left, right)
-            times_s.append(self._clock.now() - start_s)
-        return 2 * rows * inner * columns / min(times_s)
+        return 2 * rows * inner * columns / shortest_s(lambda: product(left, right), 20)
 
 
 class PaddedSide:
@@ -313,7 +301,7 @@ class HeadSide:
         return self._clock.now() - start_s, memory_bytes("VmHWM") - before_bytes
 
 
-SIDES: dict[str, Callable[[str], LearnerSide]] = {
+SIDES: dict[str, Callable[[str], Side]] = {
     "learner": HeadraceSide,
     "padded": PaddedSide,
     "dense": lambda model_dir: HeadSide(_dense),
@@ -322,16 +310,5 @@ SIDES: dict[str, Callable[[str], LearnerSide]] = {
 }
 
 
-def main(arguments: list[str]) -> None:
-    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
-    ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
-    side = SIDES[spec["side"]](spec["model"])
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-        sys.stdout.flush()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(lambda spec: SIDES[spec["side"]](spec["model"]))

@@ -25,9 +25,9 @@ import numpy as np
 from headrace.base.errors import ConfigError, RunError, nearest
 from headrace.control.metrics.summary import Summary
 from headrace.run.observe import RunData, load_run
-from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
 from headrace.wings.bench.learning_tasks import TASKS, LearningTask
+from headrace.wings.bench.program import train_quietly
 
 FIRST = 12
 """The number of first steps that do not count for the mean age and the speed, since without history every group starts
@@ -169,12 +169,11 @@ def _train_run(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> S
         settings = [
             *(text.format(code=code) for text in task.settings),
             *(f"flow.max_age={age}", *(PARTS[key["part"]] if age else ())),
-            *(f"run.seed={key['seed']}", f"run.steps={num_steps}", f"run.dir={run_dir}"),
+            *(f"run.seed={key['seed']}", f"run.steps={num_steps}"),
             "data.eval_path=",
             *(f"run.checkpoint_every={task.eval_interval}", f"run.keep_checkpoints={num_steps}"),
-            *("observe.view=none", "observe.report=false"),
         ]
-        summary = train(load_config(run_file, settings))
+        summary = train_quietly(run_file, run_dir, *settings)
     if summary.status != "finished":
         raise RunError(
             f"the run of {key} {summary.status} after {summary.steps} of {num_steps} steps",

@@ -6,12 +6,12 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 
-from headrace.base.clock import RealClock
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
 from headrace.base.types.group import GroupState
 from headrace.base.types.tokens import Tokens
@@ -20,8 +20,8 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.ledger.base import CommitVersion, EndEpisode, EndStep, Move, Operation, Stream, Submit
 from headrace.flow.ledger.opening import LEDGERS, make_ledger
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
-from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report
+from headrace.wings.bench.base import Report, Row, at_least, at_most, make_report, measure_s
+from headrace.wings.bench.program import train_quietly
 from headrace.wings.recipes.demo import build_demo
 
 GROUPS = 2_000
@@ -69,11 +69,11 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
     ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
     transitions = [operation for number in range(GROUPS // part) for operation in _list_transitions(number)]
-    transitions_s = _apply_s(ledger, transitions)
+    transitions_s = measure_s(partial(_apply, ledger, transitions))
     episodes = [EndEpisode(episode=_episode(index), at_s=0.0) for index in range(EPISODES // part)]
-    episodes_s = _apply_s(ledger, episodes)
+    episodes_s = measure_s(partial(_apply, ledger, episodes))
     parts = [_stream(number) for number in range(200 // part)]
-    parts_s = _apply_s(ledger, parts)
+    parts_s = measure_s(partial(_apply, ledger, parts))
     assert ledger.conservation().groups.submitted == GROUPS // part
     ledger.close()
     return {
@@ -108,10 +108,9 @@ def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
         per_token = {}
         for kind in ("memory", "sqlite")[:: 1 if pair % 2 else -1]:
             on_progress(f"demo, pair {pair}, {'with' if kind == 'sqlite' else 'without'} its ledger")
-            quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.steps={DEMO_STEPS}")
-            settings = [*quiet, f"flow.ledger={kind}", f"run.dir={scratch / f'run-{pair}-{kind}'}"]
+            settings = ("data.eval_path=", f"run.steps={DEMO_STEPS}", f"flow.ledger={kind}")
             with patch.dict(LEDGERS, {"memory": _null_ledger}):
-                summary = train(load_config(demo.run_file, settings))
+                summary = train_quietly(demo.run_file, scratch / f"run-{pair}-{kind}", *settings)
             per_token[kind] = summary.wall_s / summary.tokens_trained
         ratios.append(per_token["sqlite"] / per_token["memory"])
     return {
@@ -122,13 +121,10 @@ def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
     }
 
 
-def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
-    """Return the time, in seconds, in which the ledger records ``operations``, each in a transaction of its own."""
-    clock = RealClock()
-    start_s = clock.now()
+def _apply(ledger: Ledger, operations: Iterable[Operation]) -> None:
+    """Record ``operations`` in the ledger, each in a transaction of its own."""
     for operation in operations:
         ledger.apply(operation)
-    return clock.now() - start_s
 
 
 def _list_transitions(number: int) -> list[Operation]:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.control.metrics.summary import Summary
-from headrace.run.session import load_config, train
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, get_columns, make_report, measure_s
+from headrace.wings.bench.program import train_quietly
 from headrace.wings.recipes.demo import Demo, build_demo
 
 SEEDS = (0, 1, 2)
@@ -40,24 +40,17 @@ def measure(on_progress: Callable[[str], None]) -> Report:
             on_progress(f"demo, seed {seed}")
             start_s = clock.now()
             demos.append(build_demo(directory / f"demo-{seed}", seed=seed))
-            learned.append(_run(demos[-1], directory / f"learn-{seed}", f"run.seed={seed}"))
+            learned.append(train_quietly(demos[-1].run_file, directory / f"learn-{seed}", f"run.seed={seed}"))
             walls_s.append(clock.now() - start_s)
             rows.append(_row("demo", learned[-1], seed=seed, with_build_s=walls_s[-1]))
             on_progress(f"demo with learner.lr=0, seed {seed}")
-            frozen.append(
-                _run(
-                    demos[-1],
-                    directory / f"frozen-{seed}",
-                    f"run.seed={seed}",
-                    "learner.lr=0",
-                    f"run.steps={FROZEN_STEPS}",
-                )
-            )
+            settings = (f"run.seed={seed}", "learner.lr=0", f"run.steps={FROZEN_STEPS}")
+            frozen.append(train_quietly(demos[-1].run_file, directory / f"frozen-{seed}", *settings))
             rows.append(_row("lr=0", frozen[-1], seed=seed))
         ratios, pair_rows = _train_pairs(demos[0], directory, on_progress)
         rows += pair_rows
         on_progress("import")
-        imports_s = [_import_s(clock) for _ in range(5)]
+        imports_s = [_import_s() for _ in range(5)]
         rows.append({"what": "import headrace", "median_s": statistics.median(imports_s)})
     gap_ms = max(summary.commit_gap_ms.p99 for summary in learned)
     targets = [
@@ -97,40 +90,24 @@ def _train_pairs(demo: Demo, directory: Path, on_progress: Callable[[str], None]
             for max_age in (1, 0):
                 on_progress(f"slow reward, pair {pair}, max_age={max_age}")
                 settings = (f"flow.max_age={max_age}", f"env.reward={user_code}:slow_sum", f"run.steps={PAIR_STEPS}")
-                summary = _run(demo, directory / f"pair-{pair}-{max_age}", *settings, "data.eval_path=")
+                run_dir = directory / f"pair-{pair}-{max_age}"
+                summary = train_quietly(demo.run_file, run_dir, *settings, "data.eval_path=")
                 per_token.append(summary.wall_s / summary.tokens_trained)
                 rows.append(_row(f"slow reward, max_age={max_age}", summary, pair=pair))
             ratios.append(per_token[0] / per_token[1])
     return ratios, rows
 
 
-def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
-    """Train the demo in ``run_dir`` with the overrides ``settings``, ``section.key=value``, and return the summary."""
-    quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}")
-    return train(load_config(demo.run_file, [*quiet, *settings]))
-
-
 def _row(kind: str, summary: Summary, **more: float) -> Row:
     """Return the row of the report for one run, from its summary; ``kind`` names the kind of run, and ``more`` are
     further columns."""
-    return {
-        "what": kind,
-        **more,
-        "steps": summary.steps,
-        "eval_before": summary.eval_before,
-        "eval_after": summary.eval_after,
-        "wall_s": summary.wall_s,
-        "trained_tok_s": summary.trained_tok_s,
-        "engine_idle_frac": summary.engine_idle_frac,
-        "learner_idle_frac": summary.learner_idle_frac,
-        "exposed_sync_frac": summary.exposed_sync_frac,
-        "commit_gap_p99_ms": summary.commit_gap_ms.p99,
-        "max_token_age": summary.max_token_age,
-    }
+    figures = get_columns(
+        summary, "steps", "eval_before", "eval_after", "wall_s", "trained_tok_s", "engine_idle_frac",
+        "learner_idle_frac", "exposed_sync_frac", "max_token_age",
+    )  # fmt: skip
+    return {"what": kind, **more, **figures, "commit_gap_p99_ms": summary.commit_gap_ms.p99}
 
 
-def _import_s(clock: RealClock) -> float:
+def _import_s() -> float:
     """Return the time, in seconds, that a new process needs to start Python and import headrace."""
-    start_s = clock.now()
-    subprocess.run([sys.executable, "-c", "import headrace"], check=True)
-    return clock.now() - start_s
+    return measure_s(lambda: subprocess.run([sys.executable, "-c", "import headrace"], check=True))

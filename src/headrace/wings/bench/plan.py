@@ -20,8 +20,8 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.flow import FlowConfig
 from headrace.models.tiny import TinySpec, make_tiny
-from headrace.run.session import load_config, train
 from headrace.wings.bench.base import Report, Row, Target, at_most, make_report
+from headrace.wings.bench.program import train_quietly
 from headrace.wings.plan import SimulatedOutcome, Simulation, Workload, World
 from headrace.wings.plan.calibration import SKIPPED, RunRecording, calibrate_from, read_recording
 from headrace.wings.plan.costs import Roofline, SyncCost, TrainingRate
@@ -130,7 +130,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
             for name, settings in task.runs.items():
                 on_progress(name)
                 reward = (f"env.reward={REWARDS}:{task.slow}",) if SLOW in name else ()
-                _run(run_file, directory / name, [*settings, *reward], 14 if quick else task.steps)
+                more = ("data.eval_path=", f"run.steps={14 if quick else task.steps}", *settings, *reward)
+                train_quietly(run_file, directory / name, *more)
             measured = calibrate_from(*(directory / name for name in list(task.runs)[:2]))
             for name in task.runs:
                 row, more_targets = _compare(name, read_recording(directory / name), measured)
@@ -156,12 +157,6 @@ def _simulate_large(*, quick: bool) -> SimulatedOutcome:
         workload=Workload(prompt_tokens=200, answer_tokens=Lognormal(mean=4000), reward_s=0.3),
     )
     return Simulation(world, seed=0).run()
-
-
-def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None:
-    """Train ``steps`` steps of the run file in ``run_dir`` with the overrides ``settings``, ``section.key=value``."""
-    quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.dir={run_dir}", f"run.steps={steps}")
-    train(load_config(run_file, [*quiet, *settings]))
 
 
 def _compare(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:

@@ -1,4 +1,4 @@
-"""A context manager that runs ``headrace train`` as a subprocess, as a user would, for benchmarks and fault tests."""
+"""Runs of benchmarks and fault tests: in this process without output, and as a subprocess, as a user would run them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,19 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from headrace.control.metrics.summary import Summary
+from headrace.run.session import load_config, train
 
 _PROGRAM = "from headrace.run.cli import main; main()"
+
+
+def train_quietly(run_file: Path, run_dir: Path, *settings: str) -> Summary:
+    """Train ``run_file`` in ``run_dir`` with the overrides ``settings``, ``section.key=value``, without a view and a
+    report, and return the summary."""
+    quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}")
+    return train(load_config(run_file, [*quiet, *settings]))
 
 
 @asynccontextmanager

@@ -19,12 +19,10 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from headrace.base.clock import RealClock
-from headrace.control.metrics.summary import Summary
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.rollout.scoring.sandbox import run_python
 from headrace.run.session import train
-from headrace.wings.bench.base import Report, Row, at_most, make_report
+from headrace.wings.bench.base import Report, Row, at_most, get_columns, make_report, measure_s
 
 PAIRS = 3
 STEPS = 100
@@ -37,6 +35,11 @@ SETTINGS = {
     "observe": {"view": "none", "report": False},
 }
 """The settings of both runs. The learning rate is 0, so that both runs of a pair sample from the same weights."""
+COLUMNS = (
+    *("steps", "tokens_generated", "tokens_trained", "wall_s", "trained_tok_s"),
+    *("engine_idle_frac", "learner_idle_frac", "max_token_age"),
+)
+"""The figures of a run's summary that are columns of its row."""
 SANDBOX_RUNS = 20
 
 
@@ -60,10 +63,10 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
                 run = {"dir": str(directory / f"{pair}-{len(components)}"), "steps": steps, "checkpoint_every": steps}
                 summary = train({**tree, "env": {"rewards": components}, "run": run})
                 idle.append(summary.learner_idle_frac)
-                rows.append(_row(what, pair, summary))
+                rows.append({"what": what, "pair": pair, **get_columns(summary, *COLUMNS)})
             more.append(idle[1] - idle[0])
     on_progress("the sandbox")
-    sandbox_s = _sandbox_s()
+    sandbox_s = statistics.median(measure_s(_run_empty_program) for _ in range(SANDBOX_RUNS))
     rows.append({"what": "sandbox: start, print, end", "median_s": sandbox_s})
     name = "learner idle with judge and process reward, above outcome only"
     targets = [
@@ -115,28 +118,6 @@ def _slow_judge() -> Iterator[str]:
             process.kill()
 
 
-def _row(kind: str, pair: int, summary: Summary) -> Row:
-    """Return the row of the report for the run of the kind ``kind`` in the pair number ``pair``, from its summary."""
-    return {
-        "what": kind,
-        "pair": pair,
-        "steps": summary.steps,
-        "tokens_generated": summary.tokens_generated,
-        "tokens_trained": summary.tokens_trained,
-        "wall_s": summary.wall_s,
-        "trained_tok_s": summary.trained_tok_s,
-        "engine_idle_frac": summary.engine_idle_frac,
-        "learner_idle_frac": summary.learner_idle_frac,
-        "max_token_age": summary.max_token_age,
-    }
-
-
-def _sandbox_s() -> float:
-    """Return the median time, in seconds, in which the sandbox runs a program that only prints a number."""
-    clock = RealClock()
-    seconds = []
-    for _ in range(SANDBOX_RUNS):
-        start_s = clock.now()
-        assert run_python("print(1)").ok
-        seconds.append(clock.now() - start_s)
-    return statistics.median(seconds)
+def _run_empty_program() -> None:
+    """Run a program that only prints a number in the sandbox."""
+    assert run_python("print(1)").ok

@@ -34,7 +34,7 @@ from headrace.engine.native.swaps import LoadedWeights
 from headrace.models import ModelConfig, load_model
 from headrace.models.heads import wanted_head
 from headrace.models.tiny import make_tiny
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.base import Measurement, Report, Row, Target, at_least, at_most, join_report
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.speculation_heads import add_head, train_head, widen_head
 from headrace.wings.bench.speculation_rows import (
@@ -190,11 +190,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     size: dict[str, Any] = {"num_rows": 8, "rounds": 1} if quick else {"num_rows": 200, "rounds": ROUNDS}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
-        small = (
-            train_model(directory / "1M", on_progress, steps=20)
-            if quick
-            else train_model(directory / "1M", on_progress)
-        )
+        small = train_model(directory / "1M", on_progress, steps=20 if quick else STEPS)
         models = {"1M": small} if quick else {"1M": small, "28M": widen_model(small, directory / "28M")}
         for name, model_dir in models.items():
             spec = SMALL if name == "1M" else LARGE
@@ -215,22 +211,17 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
                     at_least(f"{what}, first visit, tok/s by without", rows[-3]["speed"], 0.97, "ratio"),
                     at_least(f"{what}, nothing to draft, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
                 ]
-        _measure_heads(directory, on_progress, (rows, targets), size=size, quick=quick)
-    return make_report(rows, targets)
+        return join_report([(rows, targets), _measure_heads(directory, on_progress, size=size, quick=quick)])
 
 
 def _measure_heads(
-    directory: Path,
-    on_progress: Callable[[str], None],
-    results: tuple[list[Row], list[Target]],
-    *,
-    size: dict[str, Any],
-    quick: bool,
-) -> None:
-    """Measure drafts from prediction heads, on rows that are seen first, and add the rows and targets to ``results``.
-    Models are written into ``directory``; ``size`` are the numbers of rows and rounds, and with ``quick`` training is
+    directory: Path, on_progress: Callable[[str], None], *, size: dict[str, Any], quick: bool
+) -> Measurement:
+    """Measure drafts from prediction heads, on rows that are seen first, and return the rows and targets. Models are
+    written into ``directory``; ``size`` are the numbers of rows and rounds, and with ``quick`` training is
     short. ``on_progress`` is called with lines of progress."""
-    rows, targets = results
+    rows: list[Row] = []
+    targets: list[Target] = []
     steps, head_steps = (20, 2) if quick else (STEPS, HEAD_STEPS)
     rng = np.random.default_rng(2)
     small = train_model(directory / "1M-heads", on_progress, kind=HEADED, steps=steps)
@@ -257,3 +248,4 @@ def _measure_heads(
                 at_least(f"{what}, first visit, tok/s by without", rows[-2]["speed"], least, "ratio"),
                 at_least(f"{what}, untrained, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
             ]
+    return rows, targets

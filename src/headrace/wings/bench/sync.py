@@ -34,7 +34,7 @@ from headrace.sync.config import TRANSPORTS, Route, RunPlaces, SyncConfig
 from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_receiver
-from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, make_report
+from headrace.wings.bench.base import Measurement, Report, Row, Target, at_least, at_most, join_report
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group import measure_group
@@ -112,19 +112,19 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     """Run all measurements and return their report. ``threads`` is the number of threads of each process (``None``:
     one); with ``quick`` everything is small and the figures mean nothing. ``on_progress`` is called with lines of
     progress."""
-    rows: list[Row] = []
-    targets: list[Target] = []
     torch.set_num_threads(threads or 1)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _SyncBench(
             directory=Path(scratch), on_progress=on_progress, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
+        parts: list[Measurement] = []
         for size in QUICK if quick else FULL:
-            _measure_combinations(bench, size, rows, targets)
-            _measure_commit_gaps(bench, size, rows, targets)
-            _measure_groups(bench, size, rows, targets)
-        _measure_broadcasts(bench, rows, targets)
-    return make_report(rows, targets)
+            parts += [
+                _measure_combinations(bench, size),
+                _measure_commit_gaps(bench, size),
+                _measure_groups(bench, size),
+            ]
+        return join_report([*parts, _measure_broadcasts(bench)])
 
 
 def full_plan(spec: TinySpec) -> SyncPlan:
@@ -151,10 +151,11 @@ def adapter_plan(plan: SyncPlan) -> SyncPlan:
     return SyncPlan(shapes=shapes, dtype=plan.dtype)
 
 
-def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_combinations(bench: _SyncBench, size: Size) -> Measurement:
     """Measure the combinations of transport and codec for a model of this size, with all weights, or for the codec
-    ``adapter`` with the weights of adapters. Append a row for each combination to ``rows``, and the targets of this
-    size to ``targets``. ``bench`` has the options of the benchmark."""
+    ``adapter`` with the weights of adapters. Return a row for each combination, and the targets of this size. ``bench``
+    has the options of the benchmark."""
+    rows: list[Row] = []
     whole = full_plan(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapter_plan(whole), ["adapter"])):
         with bench.learner(plan) as learner:
@@ -165,10 +166,10 @@ def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], target
                 copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
                 row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
                 rows.append({"what": "way", "model": size.name, **row})
-    found = {(row["transport"], row["codec"]): row for row in rows if row.get("model") == size.name}
+    found = {(row["transport"], row["codec"]): row for row in rows}
     exposed_by_copy, adapter = found["shm", "full"]["exposed by copy"], found["shm", "adapter"]
     adapter_ms = (adapter["stage_s"] + adapter["commit_p50_s"]) * 1e3
-    targets += [
+    return rows, [
         at_most(f"{size.name}, full: learner stands still, by one copy", exposed_by_copy, 1.3, "ratio"),
         at_most(f"{size.name}, adapter of rank {RANK}: staged and committed", adapter_ms, 1.0, "ms"),
     ]
@@ -220,9 +221,9 @@ def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, v
     }
 
 
-def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_commit_gaps(bench: _SyncBench, size: Size) -> Measurement:
     """Measure the commit gaps of an engine that decodes :data:`BATCH` sequences while new weights arrive through shared
-    memory. Append a row to ``rows`` and a target to ``targets``. The engine has a model of the given ``size``;
+    memory. Return a row and a target. The engine has a model of the given ``size``;
     ``bench`` has the options of the benchmark."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
@@ -231,29 +232,26 @@ def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets
         answer = engine.call({**request, "commits": size.commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3
     p50, p99 = (float(value) for value in np.quantile(gaps_ms, [0.5, 0.99]))
-    rows.append(
-        {"what": "commit gap", "model": size.name, "commits": len(gaps_ms), "running": answer["mean_running"],
-         "p50_ms": p50, "p99_ms": p99}
-    )  # fmt: skip
-    targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
+    row: Row = {"what": "commit gap", "model": size.name, "commits": len(gaps_ms), "running": answer["mean_running"]}
+    target = at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms")
+    return [row | {"p50_ms": p50, "p99_ms": p99}], [target]
 
 
-def _measure_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """Measure the transport ``group`` between two ranks and two engines. Append the rows of this measurement to
-    ``rows``, and its targets to ``targets``."""
+def _measure_groups(bench: _SyncBench, size: Size) -> Measurement:
+    """Measure the transport ``group`` between two ranks and two engines, with a model of the given ``size``."""
     directory = bench.directory / f"group-{size.name}"
     directory.mkdir()
-    found = measure_group(
+    return measure_group(
         directory, full_plan(size.spec), name=size.name, rounds=size.rounds, on_progress=bench.on_progress
     )
-    rows += found[0]
-    targets += found[1]
 
 
-def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
+def _measure_broadcasts(bench: _SyncBench) -> Measurement:
     """Measure broadcasts by torch's Gloo backend between two processes: tensor by tensor, in buckets, and as one tensor
-    that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``. ``bench``
-    has the options of the benchmark."""
+    that was packed beforehand. Return a row and a target for each set of weights. ``bench`` has the options of the
+    benchmark."""
+    rows: list[Row] = []
+    targets: list[Target] = []
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
@@ -269,6 +267,7 @@ def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target
             targets.append(at_least("gloo, 1,200 tensors: one by one, by buckets", each / buckets, 5.0, "ratio"))
         else:
             targets.append(at_least("gloo, 28M: speed of buckets, by one tensor's", one / buckets, 0.6, "fraction"))
+    return rows, targets
 
 
 class _Peer:

@@ -21,7 +21,7 @@ import msgspec
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
 from headrace.sync.config import Route
-from headrace.wings.bench.base import Row, Target, at_most
+from headrace.wings.bench.base import Row, Target, at_most, measure_s
 from headrace.wings.bench.engine_peers import PeerProcess, open_worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
@@ -125,18 +125,13 @@ def measure_group(
                 row |= {"predicted by group": statistics.median(ratios)}
             rows.append({"what": "group", "model": name, "codec": codec, "bytes": sum(sizes), **row})
     full = rows[0]
+    missed = f"group {name}: the planner's prediction is off by"
     predicted = full.get("predicted by group")
     return rows, [
-        *([] if predicted is None else [_prediction_target(name, predicted)]),
+        *([] if predicted is None else [at_most(missed, abs(predicted - 1.0), 0.15, "fraction")]),
         at_most(f"group {name}: moved, by gloo's bare bytes", full["group by gloo"], 1.5, "ratio"),
         at_most(f"group {name}: a rank stands still, by a copy of its part", full["exposed by copy"], 1.3, "ratio"),
     ]
-
-
-def _prediction_target(name: str, ratio: float) -> Target:
-    """Return the target for ``ratio``, the median of the predicted divided by the measured time, of the weights called
-    ``name``."""
-    return at_most(f"group {name}: the planner's prediction is off by", abs(ratio - 1.0), 0.15, "fraction")
 
 
 def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
@@ -144,7 +139,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
     number of bare bytes. Return the seconds of both, and the seconds for which a rank is blocked by its copy. With
     ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and
     after the version. ``members`` are the processes, and ``raw`` is the request to send bare bytes."""
-    clock = RealClock()
+    clock, processes = RealClock(), (*members.ranks, *members.engines)
     exposed_s = max(members.copy_weights(version))
     hosts = [_measure_host(members, raw)] if predicts else []
     start_s = clock.now()
@@ -154,9 +149,7 @@ def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, 
         raise RuntimeError(f"version {version} was not staged: {errors}")
     hosts += [_measure_host(members, raw)] if predicts else []
     members.commit(version)
-    start_s = clock.now()
-    call_all([(process, raw) for process in (*members.ranks, *members.engines)])
-    gloo_s = clock.now() - start_s
+    gloo_s = measure_s(lambda: call_all([(process, raw) for process in processes]))
     found = {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}
     if predicts:
         found["predicted_s"] = statistics.mean(_predict(host, sum(raw["bytes"])).travel_s for host in hosts)
@@ -178,10 +171,7 @@ def _measure_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
         copy_gb_s=NO_LIMIT, down_gb_s=NO_LIMIT, up_gb_s=NO_LIMIT, load_gb_s=NO_LIMIT, load_most_gb_s=NO_LIMIT,
     )  # fmt: skip
     probe = {**raw, "bytes": [CARRIED_BYTES // NUM_RANKS] * NUM_RANKS}
-    clock = RealClock()
-    start_s = clock.now()
-    call_all([(process, probe) for process in (*members.ranks, *members.engines)])
-    moved_s = clock.now() - start_s
+    moved_s = measure_s(lambda: call_all([(process, probe) for process in (*members.ranks, *members.engines)]))
     # the prediction assumes 1 GB/s for a connection, so that the ratio of the times is the rate in GB/s
     (broadcast,) = (phase for phase in _predict(host, CARRIED_BYTES).travel if phase.name == "broadcast")
     return msgspec.structs.replace(host, stream_gb_s=broadcast.seconds / moved_s)

@@ -9,12 +9,11 @@ of every tensor, as FSDP2 shards them; an engine has all rows. Requests and answ
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +21,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from headrace.base.clock import RealClock
 from headrace.base.errors import HeadraceError
 from headrace.base.types.weights import WeightUpdate
 from headrace.sync.base import LearnerRank
@@ -33,17 +31,11 @@ from headrace.sync.pieces import Box
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher, make_receiver
+from headrace.wings.bench.base import measure_s, shortest_s
+from headrace.wings.bench.engine_peers import answer_requests
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, make_tensors
 
 NUM_RANKS = 2
-
-
-class BenchSide(Protocol):
-    """The contract of a side of the benchmark, a rank or an engine, which answers requests."""
-
-    def handle(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Execute the request, whose field ``do`` names its kind, and return the answer to it."""
-        ...
 
 
 class HalfLearnerRank:
@@ -51,7 +43,7 @@ class HalfLearnerRank:
 
     def __init__(self, plan: SyncPlan, rank: int) -> None:
         """Create the half of the weights of ``plan`` that belongs to this ``rank``, with random values."""
-        self._clock, self._rank = RealClock(), rank
+        self._rank = rank
         dtype: torch.dtype = torch.__dict__[plan.dtype]
         self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
         """All tensors without values, of which this rank has one half."""
@@ -104,9 +96,7 @@ class HalfLearnerRank:
         assert self._publisher is not None
         for tensor in self._weights.values():
             tensor.view(-1)[request["version"] :: 30] *= 1 + 2**-7
-        start_s = self._clock.now()
-        self._publisher.fill(request["slot"], self._weights.values())
-        return {"exposed_s": self._clock.now() - start_s}
+        return {"exposed_s": measure_s(partial(self._publisher.fill, request["slot"], self._weights.values()))}
 
     def _announce(self, request: dict[str, Any]) -> dict[str, Any]:
         """Announce the copied weights as the version of the request, or with ``again`` send all weights of this version
@@ -120,12 +110,7 @@ class HalfLearnerRank:
         rank have."""
         source = torch.ones(self._num_bytes, dtype=torch.uint8)
         target = torch.ones_like(source)
-        times = []
-        for _ in range(5):
-            start_s = self._clock.now()
-            target.copy_(source)
-            times.append(self._clock.now() - start_s)
-        return {"copy_s": min(times), "bytes": self._num_bytes}
+        return {"copy_s": shortest_s(lambda: target.copy_(source), 5), "bytes": self._num_bytes}
 
     def _send_raw(self, request: dict[str, Any]) -> dict[str, Any]:
         """Broadcast bare bytes of this rank to the engines, in buckets; the request has their number."""
@@ -143,7 +128,7 @@ class GroupEngine:
 
     def __init__(self, plan: SyncPlan, index: int) -> None:
         """Create the tensors of ``plan``; ``index`` is the number of this engine."""
-        self._plan, self._clock = plan, RealClock()
+        self._plan = plan
         self._weights: Mapping[str, Tensor] = make_tensors(plan)
         """The tensors of the version in use, by name."""
         self._receiver: Receiver | None = None
@@ -203,10 +188,8 @@ class GroupEngine:
 
 def measure_hash(request: dict[str, Any]) -> dict[str, Any]:
     """Hash the request's number of ``bytes`` once, and return the seconds of the hash."""
-    clock, probe = RealClock(), np.ones(request["bytes"], np.uint8)
-    start_s = clock.now()
-    xxhash.xxh3_64_intdigest(probe.data)
-    return {"hash_s": clock.now() - start_s}
+    probe = np.ones(request["bytes"], np.uint8)
+    return {"hash_s": measure_s(lambda: xxhash.xxh3_64_intdigest(probe.data))}
 
 
 class _RawGroups:
@@ -243,18 +226,12 @@ def _halves(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
     return boxes
 
 
-def main(arguments: list[str]) -> None:
-    """Create the side that the first argument (JSON) names, and answer requests on the standard input until the input
-    ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
+def open_side(spec: dict[str, Any]) -> HalfLearnerRank | GroupEngine:
+    """Create the side that ``spec`` names, a rank of the learner or an engine, with the plan in a file."""
     plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)
     role, _, number = spec["side"].partition("-")
-    side: BenchSide = HalfLearnerRank(plan, int(number)) if role == "rank" else GroupEngine(plan, int(number))
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-        sys.stdout.flush()
+    return (HalfLearnerRank if role == "rank" else GroupEngine)(plan, int(number))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(open_side)

@@ -8,8 +8,6 @@ PLAN is a JSON file with a :class:`SyncPlan`. Requests and answers have the form
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,8 @@ from headrace.sync.groups import ProcessGroup, join_local_group
 from headrace.sync.manifest import private_memory
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
+from headrace.wings.bench.base import shortest_s
+from headrace.wings.bench.engine_peers import answer_requests
 
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
@@ -118,7 +118,7 @@ class ChangingLearner:
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
         source = torch.ones(num_bytes, dtype=torch.uint8)  # writing ones allocates the pages of the source
         target = torch.ones_like(source)
-        return {"copy_s": min(self._timed(lambda: target.copy_(source)) for _ in range(_TIMES)), "bytes": num_bytes}
+        return {"copy_s": shortest_s(lambda: target.copy_(source), _TIMES), "bytes": num_bytes}
 
     def _broadcast(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send the weights to the receiving process in the manner that the request's ``how`` names, through a process
@@ -127,12 +127,6 @@ class ChangingLearner:
             self._group = join_local_group(Path(request["directory"]), "bench", (0, 2), DEADLINE_S)
         broadcast(self._group, list(self._weights.values()), request["how"], packs=True)
         return {}
-
-    def _timed(self, work: Callable[[], object]) -> float:
-        """Return the duration of ``work`` in seconds."""
-        start_s = self._clock.now()
-        work()
-        return self._clock.now() - start_s
 
 
 def broadcast(group: ProcessGroup, tensors: list[Tensor], manner: str, *, packs: bool) -> None:
@@ -176,19 +170,5 @@ def _pack(tensors: list[Tensor], flat: memoryview) -> None:
         start += num_bytes
 
 
-def main(arguments: list[str]) -> None:
-    """Create the learner of the plan that the first argument (JSON) names, and answer requests on the standard input
-    until the input ends."""
-    spec = json.loads(arguments[0])
-    torch.set_num_threads(spec["threads"])
-    side = ChangingLearner(spec["model"])
-    try:
-        for line in sys.stdin:
-            sys.stdout.write(json.dumps({"ok": side.handle(json.loads(line))}) + "\n")
-            sys.stdout.flush()
-    finally:
-        side.close()
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    answer_requests(lambda spec: ChangingLearner(spec["model"]))

@@ -202,19 +202,9 @@ def _fit_training(runs: Sequence[RunRecording]) -> tuple[float, float]:
 def _sync_cost(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
     """Return the costs of the weight sync that ``runs`` recorded: medians of copies and commit gaps, and the mean time
     of transfers per version. ``steps`` are the steps of all runs, without the ignored first steps."""
-    transfers = [
-        span.end_s - span.start_s
-        for run in runs
-        for span in run.spans
-        if span.lane == "sync" and span.name in ("publish", "stage")
-    ]
-    versions = sum(span.lane == "sync" and span.name == "commit" for run in runs for span in run.spans)
-    copies = [
-        span.end_s - span.start_s
-        for run in runs
-        for span in run.spans
-        if span.lane == "learner" and span.name == "snapshot"
-    ]
+    transfers = _durations_s(runs, "sync", "publish", "stage")
+    versions = len(_durations_s(runs, "sync", "commit"))
+    copies = _durations_s(runs, "learner", "snapshot")
     gaps = [step.commit_gap_s for step in steps if step.commit_gap_s is not None]
     return SyncCost(
         snapshot_s=float(np.median(copies)) if copies else 0.0,
@@ -236,5 +226,11 @@ def _prompt_tokens(run: RunRecording) -> float:
 def _typical_reward_s(run: RunRecording) -> float:
     """Return the typical seconds of computing a reward; 0 if no reward was recorded. It is the first quartile, because
     the spans of rewards that are computed at the same time are longer."""
-    spans = [span.end_s - span.start_s for span in run.spans if span.lane == "scoring" and span.name == "score"]
-    return float(np.quantile(spans, 0.25)) if spans else 0.0
+    durations_s = _durations_s([run], "scoring", "score")
+    return float(np.quantile(durations_s, 0.25)) if durations_s else 0.0
+
+
+def _durations_s(runs: Sequence[RunRecording], lane: str, *names: str) -> list[float]:
+    """Return the durations, in seconds, of the spans of ``runs`` in this lane that have one of ``names``."""
+    spans = [span for run in runs for span in run.spans if span.lane == lane and span.name in names]
+    return [span.end_s - span.start_s for span in spans]

@@ -109,8 +109,7 @@ class Cluster(Section):
         }
         if len(own) == 3:
             return Accelerator(name=self.accelerator, **own)
-        listed = accelerator(self.accelerator)
-        return Accelerator(**{**{key: getattr(listed, key) for key in Accelerator.__struct_fields__}, **own})
+        return msgspec.structs.replace(accelerator(self.accelerator), **own)
 
     @property
     def machine(self) -> HostFigures:

@@ -98,18 +98,14 @@ class SimulatedFleet:
         if not self._indexed_load:  # all engines drain for a commit, or are down
             alive = [engine for engine in self.engines if engine.up]
             return preferred if preferred in alive else min(alive, key=lambda engine: engine.load, default=None)
-        if (
-            preferred is not None
-            and preferred in self._indexed_load
-            and preferred.load <= allowed_load(self._smallest_load)
-        ):
+        if self._allows(preferred):
             return preferred
         least = self._least_loaded()  # updates the smallest load, so that ``preferred`` may be allowed now
-        return (
-            preferred
-            if preferred in self._indexed_load and preferred.load <= allowed_load(self._smallest_load)
-            else least
-        )
+        return preferred if self._allows(preferred) else least
+
+    def _allows(self, engine: SimulatedEngine | None) -> bool:
+        """Return whether ``engine`` takes answers, and its load is at most a little above the smallest load."""
+        return engine in self._indexed_load and engine.load <= allowed_load(self._smallest_load)
 
     def _least_loaded(self) -> SimulatedEngine:
         """Return an engine with the smallest load. An engine whose load has risen is indexed again here, and an engine

@@ -73,7 +73,7 @@ class SimulatedLearner(Generic[B]):
         """Number of free buffers."""
         self._published: deque[int] = deque()
         """The versions that wait to be sent, the oldest first."""
-        self._in_transit = False
+        self.publishing = False
         """Whether a version is in transit to the engines."""
         self.current: B | None = None
         """Batch that is being trained, or after which the weights are being copied; ``None`` while the learner is
@@ -92,11 +92,6 @@ class SimulatedLearner(Generic[B]):
         """Return whether the learner accepts another batch: fewer than :data:`ORDERED_AHEAD` batches are ordered, and
         no ordered batch waits for a buffer."""
         return self._num_ordered < ORDERED_AHEAD and self._waits_for_buffer is None
-
-    @property
-    def publishing(self) -> bool:
-        """Return whether a version is in transit to the engines."""
-        return self._in_transit
 
     def order(self, work: B) -> None:
         """Add the batch ``work`` to the end of the queue, and reserve a buffer for the weights of its step if a buffer
@@ -157,14 +152,14 @@ class SimulatedLearner(Generic[B]):
 
     def _send(self) -> None:
         """Send the oldest published version to the engines, unless another one is in transit."""
-        if self._published and not self._in_transit:
-            self._in_transit = True
+        if self._published and not self.publishing:
+            self.publishing = True
             self._events.after(self._sync.travel_s, self._commit, self._published.popleft())
 
     def committed(self) -> None:
         """Record that all engines use the version in transit. The buffer of the previous version becomes free, and the
         next published version is sent."""
-        self._in_transit = False
+        self.publishing = False
         self._buffers += 1
         work, self._waits_for_buffer = self._waits_for_buffer, None
         if work is not None:

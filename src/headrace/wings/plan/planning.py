@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
-from headrace.base.types.observation import Account
-from headrace.run.observe.verdict import find_bound
 from headrace.run.session.config import RunConfig
 from headrace.wings.plan.card import CardRates, apply_rates
 from headrace.wings.plan.catalogue import model
@@ -20,12 +18,6 @@ from headrace.wings.plan.workload import Workload
 MEAN_SHARE = 0.25
 """Mean length of an answer as a fraction of ``engine.max_new_tokens``, if neither the cluster file nor a calibration
 gives the lengths."""
-
-
-def describe_bound(account: Account) -> str:
-    """Return in words what limits the throughput of a run with this account of its time, by the same rule as in the
-    verdict on a real run."""
-    return str(find_bound(account))
 
 
 def make_sizing_request(config: RunConfig) -> SizingRequest:

@@ -11,7 +11,7 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster, ClusterFile
-from headrace.wings.plan.planning import describe_bound, make_site, make_sizing_request, make_usual_workload
+from headrace.wings.plan.planning import make_site, make_sizing_request, make_usual_workload
 from headrace.wings.plan.search import Search
 from headrace.wings.plan.spread import RecordedSpread
 from headrace.wings.plan.system import PlanContext
@@ -28,9 +28,7 @@ def plan_line(prepared: Prepared) -> str:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
     try:
         site, engines, _ = make_local_site(prepared)
-        return describe_verdict(
-            Search(site=site, clock=RealClock(), seed=0, fixed=engines).run_preview(), describe_bound
-        )
+        return describe_verdict(Search(site=site, clock=RealClock(), seed=0, fixed=engines).run_preview())
     except HeadraceError as error:
         return f"No plan: {error.problem}; {error.remedy}."
 

@@ -104,16 +104,6 @@ class PublicationEstimate(msgspec.Struct, frozen=True, kw_only=True):
         """Return the seconds between copy and commit, in which both training and decoding continue."""
         return sum(phase.seconds for phase in self.travel) + self.uptake.seconds
 
-    @property
-    def received_s(self) -> float:
-        """Return the seconds from the end of the training step until every engine's machine has a verified image."""
-        return self.copy.seconds + sum(phase.seconds for phase in self.travel)
-
-    @property
-    def total_s(self) -> float:
-        """Return the seconds from the end of the training step until every engine uses the version."""
-        return sum(phase.seconds for phase in self.phases)
-
 
 def _zero_by_machine() -> dict[int, float]:
     """Return an empty mapping from machine numbers to amounts; a missing amount is 0."""

@@ -130,10 +130,8 @@ class Search:
             return self._build_result(
                 began_s, self._better(requested, self._other_batches(requested.choice)), requested, synchronous
             )
-        requested = self._best([self._configured_choice(count) for count in self._splits()])
-        best = self._best(
-            [self._configured_choice(count).with_flow(**_bounded_flow(age)) for count in self._splits() for age in AGES]
-        )
+        requested = self._best(self._at_splits())
+        best = self._best([each.with_flow(**_bounded_flow(age)) for each in self._at_splits() for age in AGES])
         alternating = [self._alternating_choice()] if self.site.fit.shared_tokens else []
         best = self._better(best, alternating)
         if not best.choice.shared:
@@ -143,9 +141,7 @@ class Search:
             best, [replace(best.choice, interrupt=mode) for mode in (Interrupt.INFLIGHT, Interrupt.DRAIN)]
         )
         best = self._better(best, [replace(best.choice, transport=each) for each in self._transports()])
-        synchronous_choices = [
-            self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()
-        ]
+        synchronous_choices = [each.with_flow(**_SYNCHRONOUS_FLOW) for each in self._at_splits()]
         return self._build_result(
             began_s, self._better(best, [requested.choice]), requested, self._best([*synchronous_choices, *alternating])
         )
@@ -165,10 +161,8 @@ class Search:
         if not self.site.fit.beside:
             alternating = self._simulate(self._alternating_choice())
             return self._build_result(began_s, alternating, alternating, alternating)
-        requested = self._best([self._configured_choice(count) for count in self._splits()])
-        synchronous = self._best(
-            [self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()]
-        )
+        requested = self._best(self._at_splits())
+        synchronous = self._best([each.with_flow(**_SYNCHRONOUS_FLOW) for each in self._at_splits()])
         return self._build_result(began_s, requested, requested, synchronous)
 
     def _build_result(
@@ -184,11 +178,11 @@ class Search:
             seconds=self.clock.now() - began_s,
         )
 
-    def _splits(self) -> Sequence[int]:
-        """Return the numbers of generating accelerators to try in the first pass: multiples of an engine's
-        accelerators that leave enough accelerators for the learner."""
+    def _at_splits(self) -> Sequence[Choice]:
+        """Return the choices with the settings of the run file to try in the first pass. Their numbers of generating
+        accelerators are multiples of an engine's accelerators that leave enough accelerators for the learner."""
         counts = [self.fixed] if self.fixed else [round(share * self.site.cluster.count) for share in COARSE]
-        return _unique(self._round_to_engines(counts))
+        return [self._configured_choice(count) for count in _unique(self._round_to_engines(counts))]
 
     def _round_to_engines(self, counts: Sequence[int]) -> Iterator[int]:
         """Yield each number of generating accelerators in ``counts``, rounded down to whole engines and limited so that

@@ -387,10 +387,9 @@ class Simulation:
         )
         report = StepReport(
             step=batch.step, metrics={}, trained_tokens=round(sum(ages.values())), dropped_tokens={}, seconds=0.0,
-            log_pi_N=np.empty(0, np.float32),
+            log_pi_N=np.empty(0, np.float32), ages={age: round(tokens) for age, tokens in ages.items()},
         )  # fmt: skip
-        trained_tokens = {age: round(tokens) for age, tokens in ages.items()}
-        self.flow.record_step_trained(batch.flow_batch.groups, report, trained_tokens)
+        self.flow.record_step_trained(batch.flow_batch.groups, report)
         self._may_admit = self._may_take = True  # the learner is free earlier or later than the pacing expected
 
     def _committed(self, version: int) -> None:

@@ -150,12 +150,6 @@ def learner_sizes(request: SizingRequest, longest: float) -> LearnerSizes:
     )
 
 
-def spread_footprint(request: SizingRequest, longest: float, ranks: int) -> Footprint:
-    """Return the memory of each of ``ranks`` ranks of the learner of ``request``, at its peak, for samples of up to
-    ``longest`` tokens (:func:`spread_sizes`)."""
-    return spread_sizes(request, longest, ranks).footprint()
-
-
 def describe_memory(sizes: LearnerSizes, usable: float) -> str:
     """Return in words what a rank of a learner with ``sizes`` needs at its peak, what it leaves of ``usable`` bytes,
     and how much each setting would free."""
@@ -214,13 +208,18 @@ def _find_least_ranks(request: SizingRequest, cluster: Cluster, longest: float) 
     for samples of up to ``longest`` tokens; 0 if no number fits. Only the number of data-parallel ranks is chosen."""
     usable, step = usable_bytes(cluster), compute_rank_step(request)
     fewest, most = 2, max(2, MOST_RANKS // step)
-    if spread_footprint(request, longest, step).total_bytes <= usable:
+
+    def fits(ranks: int) -> bool:
+        """Return whether a rank of the learner on ``ranks`` ranks fits into an accelerator."""
+        return spread_sizes(request, longest, ranks).footprint().total_bytes <= usable
+
+    if fits(step):
         return step
-    if spread_footprint(request, longest, most * step).total_bytes > usable:
+    if not fits(most * step):
         return 0
     while fewest < most:  # more ranks never need more memory each, from two on
         middle = (fewest + most) // 2
-        if spread_footprint(request, longest, middle * step).total_bytes <= usable:
+        if fits(middle * step):
             most = middle
         else:
             fewest = middle + 1

@@ -54,14 +54,6 @@ class Choice:
         tree = {**self.flow.model_dump(exclude_unset=True, mode="json"), **changes}
         return replace(self, flow=validate(FlowConfig, tree))
 
-    def __str__(self) -> str:
-        """Return the settings of the choice in one line."""
-        flow = self.flow
-        return (
-            f"{'shared' if self.shared else self.generation}, groups_per_step {flow.groups_per_step}, "
-            f"max_age {flow.max_age}, lead {flow.effective_lead}, {self.interrupt}, {self.transport}"
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:

@@ -97,11 +97,10 @@ def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile
 
 def _print(result: SearchResult, run_map: ClusterMap | None) -> None:
     """Print the plan in words, and the map of the run file's parts."""
-    from headrace.wings.plan.planning import describe_bound
     from headrace.wings.plan.words import describe
 
     out = console()
-    for line in describe(result, describe_bound):
+    for line in describe(result):
         out.print(line)
     if run_map is not None:
         out.print("The parts of the run file, as it stands:")
@@ -139,7 +138,6 @@ def _refuse_picture(picture: Path | None) -> None:
 
 def _make_tree(result: SearchResult) -> dict[str, Any]:
     """Return the plan ``result`` as an object for ``--json``."""
-    from headrace.wings.plan.planning import describe_bound
     from headrace.wings.plan.search import make_plan_row
     from headrace.wings.plan.words import describe
 
@@ -150,7 +148,7 @@ def _make_tree(result: SearchResult) -> dict[str, Any]:
         **{name: make_plan_row(result.site, each) for name, each in named.items()},
         "tried": list(result.tried),
         "seconds": result.seconds,
-        "words": describe(result, describe_bound),
+        "words": describe(result),
     }
 
 

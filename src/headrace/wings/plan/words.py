@@ -1,12 +1,9 @@
-"""The description of a plan in sentences, which ``headrace plan`` prints. In every function, ``bound`` is the function
-that returns in words what limits the throughput of a run, from the account of its time."""
+"""The description of a plan in sentences, which ``headrace plan`` prints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from headrace.base.types.observation import Account
 from headrace.base.types.weights import Interrupt
+from headrace.run.observe.verdict import find_bound
 from headrace.run.observe.words import plural
 from headrace.wings.plan.planning import longest_sequence
 from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
@@ -17,11 +14,8 @@ from headrace.wings.plan.system import PlanContext
 BOTTLENECK = 0.9
 """Fraction of the time above which a busy controller counts as a bottleneck."""
 
-Bound = Callable[[Account], str]
-"""A function that returns in words what limits the throughput of a run, from the account of its time."""
 
-
-def describe(result: SearchResult, bound: Bound) -> list[str]:
+def describe(result: SearchResult) -> list[str]:
     """Return the sentences of the plan ``result``, each a line: the source of the costs, the memory, the results of the
     run file's settings and of the best settings, the effect of asynchronous training, proposed changes of settings, and
     the load of the controller."""
@@ -30,10 +24,10 @@ def describe(result: SearchResult, bound: Bound) -> list[str]:
         f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_workload_source(site)}",
         f"Memory: {site.fit}.",
         *_describe_learner_memory(result),
-        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, result.requested, bound)}",
+        f"{'As asked' if site.fit.beside else 'In turn'}: {_describe_candidate(site, result.requested)}",
         f"Best of {len(result.tried)} simulated runs ({result.seconds:.0f} s): "
-        f"{_describe_candidate(site, result.best, bound)}",
-        _compare_with_synchronous(result, bound),
+        f"{_describe_candidate(site, result.best)}",
+        _compare_with_synchronous(result),
         *_propose_changes(result),
         *_describe_controller_load(result),
     ]
@@ -49,14 +43,14 @@ def _describe_learner_memory(result: SearchResult) -> list[str]:
     return [f"{describe_memory(sizes, usable_bytes(site.cluster))}."]
 
 
-def describe_verdict(result: SearchResult, bound: Bound) -> str:
+def describe_verdict(result: SearchResult) -> str:
     """Return one line of the plan ``result`` for a dry run: the predicted speed of the run file's settings, and the
     effect of asynchronous training."""
     requested = result.requested.outcome
     return (
         f"Plan ({result.site.cluster}; {result.site.view}): about {_format_rate(requested.tok_s)} trained tokens/s, "
-        f"a step every {format_time(requested.step_s)}, {bound(requested.account())}. "
-        f"{_compare_with_synchronous(result, bound)} {_workload_source(result.site)}"
+        f"a step every {format_time(requested.step_s)}, {find_bound(requested.account())}. "
+        f"{_compare_with_synchronous(result)} {_workload_source(result.site)}"
     )
 
 
@@ -93,7 +87,7 @@ def _workload_source(site: PlanContext) -> str:
     )
 
 
-def _describe_candidate(site: PlanContext, candidate: Candidate, bound: Bound) -> str:
+def _describe_candidate(site: PlanContext, candidate: Candidate) -> str:
     """Return the settings and the simulated results of ``candidate`` in the context ``site`` in words."""
     choice, outcome = candidate.choice, candidate.outcome
     account = outcome.account()
@@ -109,11 +103,11 @@ def _describe_candidate(site: PlanContext, candidate: Candidate, bound: Bound) -
         f"tokens/s, a step every {format_time(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
         f"is blocked by the sync {account.to_fraction(account.exposed_sync_s):.1%} of the time, a version travels "
-        f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."
+        f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {find_bound(account)}."
     )
 
 
-def _compare_with_synchronous(result: SearchResult, bound: Bound) -> str:
+def _compare_with_synchronous(result: SearchResult) -> str:
     """Return a sentence that compares the speed of asynchronous training with the fastest synchronous run of
     ``result``."""
     if not result.site.fit.beside:
@@ -131,10 +125,10 @@ def _compare_with_synchronous(result: SearchResult, bound: Bound) -> str:
     )
     comparison = f"the fastest synchronous run, with {accelerators}, trains {_format_rate(synchronous.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.account())}."
+        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {find_bound(synchronous.outcome.account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {comparison}."
-    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {comparison}."
+        return f"{subject} loses {1 - ratio:.0%} here, {find_bound(other.outcome.account())}: {comparison}."
+    return f"{subject} changes nothing here, {find_bound(other.outcome.account())}: {comparison}."
 
 
 def _propose_changes(result: SearchResult) -> list[str]:

@@ -70,13 +70,9 @@ class DrawBuffer:
     def next(self) -> float:
         """Return the next draw."""
         if not self._drawn:
-            self._drawn = self._draw_chunk().tolist()[::-1]
+            drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._limit)
+            self._drawn = (np.maximum(np.rint(drawn_N), 1.0) if self._whole else drawn_N).tolist()[::-1]
         return self._drawn.pop()
-
-    def _draw_chunk(self) -> Draws:
-        """Return new draws to refill the buffer, limited to the upper bound and, for whole numbers, rounded."""
-        drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._limit)
-        return np.maximum(np.rint(drawn_N), 1.0) if self._whole else drawn_N
 
 
 class WorkloadDraws:

@@ -21,7 +21,6 @@ from headrace.wings.sandboxes.base import (
     SandboxSnapshot,
     SandboxSpec,
     SessionEnded,
-    SessionState,
 )
 
 OpenDriver = Callable[..., Awaitable[SandboxDriver]]
@@ -67,6 +66,5 @@ __all__ = [
     "SandboxSnapshot",
     "SandboxSpec",
     "SessionEnded",
-    "SessionState",
     "open_sandboxes",
 ]

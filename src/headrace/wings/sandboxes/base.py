@@ -14,7 +14,6 @@ files, directory and variables. Background processes are not part of a snapshot.
 from __future__ import annotations
 
 import asyncio
-import enum
 import io
 import math
 import os
@@ -25,7 +24,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
@@ -150,19 +148,6 @@ class SandboxSpec:
     session can reach no other address. Forwards need ``loopback``."""
 
 
-class SessionState(enum.StrEnum):
-    """The state of a session.
-
-    RUNNING ──▶ ENDED
-    """
-
-    RUNNING = "running"
-    """The session accepts commands."""
-    ENDED = "ended"
-    """The session was stopped, its lifetime is over, or its sandbox is lost. Its files and processes do not exist any
-    more."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
     """The result of one program in a session, as :meth:`SandboxSession.execute` returns it."""
@@ -224,11 +209,6 @@ class SandboxSession(ABC):
         """Return the variables with which the first command of the session begins."""
         return {**self.base_variables, **self.spec.variables}
 
-    @property
-    def state(self) -> SessionState:
-        """Whether the session accepts commands."""
-        return SessionState.ENDED if self.ended else SessionState.RUNNING
-
     @abstractmethod
     async def execute(
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
@@ -269,7 +249,7 @@ class SandboxSession(ABC):
                 "write a file and run that",
                 reason="session_command",
             )
-        argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
+        argv = self._make_script_arguments(_SHELL_SCRIPT, command)
         async with self._running():
             done = await self._execute(argv, stdin, limits or self.spec.limits)
             lost = self._set_state(done.state)
@@ -281,10 +261,14 @@ class SandboxSession(ABC):
         """Run a script of bash, and return the result in bytes. The script runs in ``/`` and neither uses nor changes
         the directory and the variables of the session's shell. ``arguments`` are its ``$1``, ``$2``, and so on.
         ``stdin`` is its standard input, and ``limits`` are its limits (``None``: those of the spec)."""
-        argv = [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
+        argv = self._make_script_arguments(script, *arguments)
         used_limits = limits or self.spec.limits
         async with self._running():
             return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=used_limits)
+
+    def _make_script_arguments(self, script: str, *arguments: str) -> list[str]:
+        """Return the arguments of a program that runs a script of bash with its ``arguments``."""
+        return [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
 
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file. ``path`` may be relative to the present directory. Raises
@@ -319,16 +303,7 @@ class SandboxSession(ABC):
     async def _write(self, files: Sequence[tuple[str, bytes]]) -> None:
         """Write files with one program, given as pairs of full path and content."""
         words = [word for path, data in files for word in ("x" if data.startswith(b"#!") else "", path)]
-        argv = [
-            self.programs["bash"],
-            "--norc",
-            "--noprofile",
-            "-c",
-            _WRITE_SCRIPT,
-            "bash",
-            self.programs["tar"],
-            *words,
-        ]
+        argv = self._make_script_arguments(_WRITE_SCRIPT, self.programs["tar"], *words)
         await self._pass_archive(argv, _pack(files))
 
     async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
@@ -416,9 +391,7 @@ class SandboxSession(ABC):
         """Return the session; the end of ``async with`` stops it."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """End the session."""
         await self.stop()
 
@@ -467,9 +440,7 @@ class SandboxDriver(ABC):
         """Return the driver; the end of ``async with`` closes it."""
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the driver."""
         await self.close()
 

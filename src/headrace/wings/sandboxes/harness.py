@@ -109,11 +109,7 @@ async def _run_program(
     await session.write({INSTRUCTION: task.instruction})
     more_variables = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
     session.variables = {**session.variables, **more_variables}
-    limits = replace(
-        session.spec.limits,
-        wall_s=task.agent_s,
-        output_bytes=OUTPUT_BYTES,
-    )
+    limits = replace(session.spec.limits, wall_s=task.agent_s, output_bytes=OUTPUT_BYTES)
     return await session.run(settings.command, limits=limits)
 
 

@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from headrace.base.errors import EpisodeError, visible
+from headrace.base.tasks import first_error
 from headrace.rollout.scoring.sandbox import Reason
 from headrace.wings.bridges.mcp import LineChannel, Tools, connected
 from headrace.wings.sandboxes.base import Execution, SandboxSession
@@ -109,8 +110,7 @@ class SessionServer(LineChannel):
         server has ended."""
         if done.reason is Reason.WALL_TIME:
             raise self.make_error(
-                f"has not answered in {self._answer_s:g} s",
-                "set env.options.mcp_s to more, or correct the server",
+                f"has not answered in {self._answer_s:g} s", "set env.options.mcp_s to more, or correct the server"
             )
         if done.reason is not Reason.EXITED or done.status != 0 or (waits and not done.stdout):
             last = await self._session.run_apart(f"tail -c {QUOTED} {FOLDER}/{self._name}.err")
@@ -149,8 +149,7 @@ async def serve_tools(
 
 def _words(error: BaseException) -> str:
     """Return the message of an error; of a group of errors, the message of the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = first_error(error)
     return visible(f"{type(error).__name__}: {error}"[:QUOTED])
 
 

@@ -208,7 +208,7 @@ def _open_harbor(directory: Path) -> TaskDirectory:
         context=context,
         image=_literal(environment, "docker_image") or image,
         steps=steps,
-        tests=_tests(directory, "test.sh", "tests"),
+        tests=_tests(directory, "test.sh"),
         test_command="bash /tests/test.sh",
         build_s=_seconds(environment, "build_timeout_sec", 600.0),
         agent_s=_seconds(agent, "timeout_sec", 900.0),
@@ -238,7 +238,7 @@ def _open_terminal_bench(directory: Path) -> TaskDirectory:
         context=directory,
         image=image,
         steps=steps,
-        tests=_tests(directory, "", "tests"),
+        tests=_tests(directory, ""),
         more_tests=(directory / "run-tests.sh",),
         test_command="bash /tests/run-tests.sh",
         prints_pytest=True,
@@ -279,10 +279,10 @@ def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildS
     )
 
 
-def _tests(directory: Path, needed: str, folder: str) -> Path:
+def _tests(directory: Path, needed: str) -> Path:
     """Return the folder of a task's tests. Raises :class:`~headrace.base.errors.DataError` if it, or the file
     ``needed`` in it, does not exist."""
-    path = _require_path(directory / folder, "tests", directory)
+    path = _require_path(directory / "tests", "tests", directory)
     _require_path(path / needed, "tests", path)
     return path
 

@@ -19,7 +19,7 @@ from starlette.types import Send
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ComponentDied, RequestError
-from headrace.base.net.refusal import Refusal
+from headrace.base.net.refusal import EVENTS, Refusal
 from headrace.engine.base import Engine
 from headrace.engine.native.masks import MaskMaker
 from headrace.rollout.environments.base import AnswerPiece
@@ -35,8 +35,6 @@ from headrace.wings.serve.metrics import ServerMetrics
 from headrace.wings.serve.responses import make_response, read_response, rename_refused_field
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 from headrace.wings.serve.strict import read_body
-
-_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +278,7 @@ class AnswerEventStream:
         further bytes follow."""
         if not self.has_started:
             self.has_started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            await self._send({"type": "http.response.start", "status": 200, "headers": EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

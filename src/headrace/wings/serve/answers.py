@@ -14,6 +14,7 @@ from typing import Any
 
 from headrace.base.types.chat import ToolCall
 from headrace.base.types.episode import StopReason
+from headrace.wings.agents.reading import encode_call, logprob_entry
 from headrace.wings.serve.choices import ChoicePiece
 
 Json = dict[str, Any]
@@ -89,12 +90,7 @@ class AnswerHead:
         if not piece.calls:
             return {"content": piece.text}
         calls = [
-            {
-                **({"index": number} if streaming else {}),
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            {**({"index": number} if streaming else {}), **encode_call(call)}
             for number, call in enumerate(self.calls(piece))
         ]
         return {"content": piece.text or None, "tool_calls": calls}
@@ -138,8 +134,8 @@ class AnswerHead:
             }  # fmt: skip
         content = [
             {
-                **_make_entry(token, logprob),
-                "top_logprobs": [] if tops is None else [_make_entry(*each) for each in tops[place]],
+                **logprob_entry(token, logprob),
+                "top_logprobs": [] if tops is None else [logprob_entry(*each) for each in tops[place]],
             }
             for place, (token, logprob) in enumerate(zip(spelled, logprobs, strict=True))
         ]
@@ -168,12 +164,6 @@ def _index_by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[
     if logprob is None:
         return None
     return dict(reversed(top))
-
-
-def _make_entry(token: str, logprob: float | None) -> Json:
-    """Return a token and its log-probability in the format of chat completions, with the bytes of its text; the bytes
-    of a token that is only a part of a character are ``None``."""
-    return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
 
 
 def make_usage(num_prompt: int, num_sampled: int) -> Json:

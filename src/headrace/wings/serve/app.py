@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from headrace.base.errors import ComponentDied, EngineFull, RequestError, SequenceFailed
+from headrace.base.errors import ComponentDied, RequestError
 from headrace.base.net.auth import TokenAuth
-from headrace.base.net.refusal import Refusal, excerpt
+from headrace.base.net.refusal import Refusal, refuse_request, refuse_unknown, respond_refused
 from headrace.base.types.messages.controller import EngineStats
 from headrace.launch.inprocess import LocalEngine
 from headrace.wings.serve.answering import (
@@ -111,7 +111,7 @@ def make_app(state: ServerState, token: str) -> TokenAuth:
             Route("/detokenize", decoded, methods=["POST"]),
             *(Route(path, answer, methods=["POST"]) for path in COMPLETIONS),
         ],
-        exception_handlers={Refusal: _respond_refused, HTTPException: _respond_not_found, Exception: _respond_broken},
+        exception_handlers={Refusal: respond_refused, HTTPException: _respond_not_found, Exception: _respond_broken},
     )
     return TokenAuth(app, token=token)
 
@@ -193,12 +193,8 @@ async def _capture_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
         return await work()
     except Refusal as refusal:
         return refusal
-    except EngineFull as error:
-        return Refusal(error.problem, remedy=error.remedy, status=429, code="engine_full")
-    except SequenceFailed as error:
-        return Refusal(error.problem, remedy=error.remedy, status=500, code="sequence_failed")
     except RequestError as error:
-        return Refusal(error.problem, remedy=error.remedy)
+        return refuse_request(error)
     except ComponentDied as error:
         return make_engine_refusal(error)
 
@@ -216,21 +212,11 @@ def _describe_model(service: Service, name: str) -> dict[str, object]:
     }
 
 
-async def _respond_refused(_: Request, error: Exception) -> Response:
-    """Return the HTTP response to a request that a route has refused."""
-    assert isinstance(error, Refusal)
-    return error.response()
-
-
 async def _respond_not_found(request: Request, error: Exception) -> Response:
     """Return the response to a request for a path or a method that is not served; it lists the paths that are
     served."""
-    assert isinstance(error, HTTPException)
-    path = excerpt(request.url.path)
     known = "GET /health, /metrics, /v1/models; POST " + ", ".join((*COMPLETIONS, "/tokenize", "/detokenize"))
-    problem = f"{request.method} is not for {path}" if error.status_code == 405 else f"there is nothing at {path}"
-    code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    return Refusal(problem, remedy=f"known: {known}", status=error.status_code, code=code).response()
+    return refuse_unknown(request, error, known).response()
 
 
 async def _respond_broken(_: Request, error: Exception) -> Response:

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message
 
 from headrace.base.net.refusal import Refusal, excerpt
+from headrace.base.tasks import task_group
 
 LONG_BYTES = 2**16
 """Size in bytes above which a body is parsed by another thread, so that the event loop stays free for other
@@ -131,13 +132,10 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, A]) ->
         is_gone = True
         working.cancel()
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            working = group.create_task(work)
-            watching = group.create_task(watch())
-            working.add_done_callback(lambda _: watching.cancel())
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with task_group() as group:
+        working = group.create_task(work)
+        watching = group.create_task(watch())
+        working.add_done_callback(lambda _: watching.cancel())
     if working.cancelled():
         raise ClientGone if is_gone else asyncio.CancelledError
     return working.result()

@@ -96,11 +96,7 @@ class ServedTokenizer:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    written,
-                    tools=specs,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **variables,
+                    written, tools=specs, tokenize=False, add_generation_prompt=add_generation_prompt, **variables
                 )
             )
         except _TEMPLATE_ERRORS as error:

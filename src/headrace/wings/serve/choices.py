@@ -3,7 +3,6 @@ in pieces of text with their tokens."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
+from headrace.base.tasks import task_group
 from headrace.base.types.columns import IntColumn
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages.engine import RequestOptions
@@ -108,12 +108,9 @@ async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_opt
     """Sample ``requests`` concurrently with ``engine`` and pass their pieces to ``emit``; the pieces of one choice
     arrive in order. If one choice fails, the others are cancelled, and its error is raised. ``text_options`` are the
     options for their text."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for request in requests:  # all start before the first await, so they join the batch together
-                group.create_task(_sample(engine, request, text_options, emit))
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with task_group() as group:
+        for request in requests:  # all start before the first await, so they join the batch together
+            group.create_task(_sample(engine, request, text_options, emit))
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from headrace.base.net.refusal import Refusal, excerpt
 from headrace.base.types.chat import Message, Reply
 from headrace.wings.agents.base import ExchangeContext, Json
+from headrace.wings.agents.reading import encode_call
 from headrace.wings.agents.responses import ResponseForm, ResponsesBody
 from headrace.wings.serve.answers import AnswerHead
 from headrace.wings.serve.choices import ChoicePiece
@@ -135,10 +136,7 @@ def _refuse_unsampled(body: ResponsesBody) -> None:
 
 def _encode_message(message: Message) -> Json:
     """Return a message as JSON in the format of chat completions."""
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in message.tool_calls
-    ]
+    calls = [encode_call(call) for call in message.tool_calls]
     fields = {"role": message.role, "content": message.content, "tool_call_id": message.tool_call_id}
     return {**fields, **({"tool_calls": calls} if calls else {})}
 

@@ -13,13 +13,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from starlette.types import ASGIApp
-
 from headrace.base.clock import Clock
 from headrace.base.config.tls import server_context
 from headrace.base.errors import ConfigError
 from headrace.base.net.auth import refuse_unprotected_host
 from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, make_url
+from headrace.base.tasks import task_group
 from headrace.base.types.versions import INITIAL
 from headrace.engine.base import EngineCore
 from headrace.engine.native import NativeEngine
@@ -99,20 +98,6 @@ def serve(
         asyncio.run(_ServeServer(limits, token, clock, events).run(listening, load))
 
 
-class _DrainingServer(HttpServer):
-    """An HTTP server that calls ``ending`` when it begins to shut down, before it waits for the open requests."""
-
-    def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
-        """Create the server of ``app`` with these ``limits``; ``ending`` is called once, when the shutdown begins."""
-        super().__init__(app, limits, own_logging=True, takes_signals=True)
-        self._ending = ending
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Report that the server begins to end, and shut it down with its ``sockets``; uvicorn calls this."""
-        self._ending()
-        await super().shutdown(sockets)
-
-
 class _ServeServer:
     """The HTTP server and the engine of one ``headrace serve``. It starts and ends both in the right order."""
 
@@ -132,21 +117,20 @@ class _ServeServer:
             tls_certificate=limits.tls_certificate,
             tls_key=limits.tls_key,
         )
-        self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
+        self._http = HttpServer(
+            make_app(self._state, token), shell, own_logging=True, takes_signals=True, ending=self._drain
+        )
         """The HTTP server."""
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
         """Answer requests on the socket ``listening``, with status 503 while ``load`` loads the model, until the server
         is stopped. Raises the error of ``load``, and the engine's error if it dies."""
         url = make_url(listening, secure=bool(self._limits.tls_certificate))
-        try:
-            async with asyncio.TaskGroup() as group:
-                serving = group.create_task(self._http.serve(sockets=[listening]))
-                self._events.listening(url)
-                living = group.create_task(self._live(url, load))
-                serving.add_done_callback(lambda _: living.cancel())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            serving = group.create_task(self._http.serve(sockets=[listening]))
+            self._events.listening(url)
+            living = group.create_task(self._live(url, load))
+            serving.add_done_callback(lambda _: living.cancel())
 
     async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
         """Load the model in a thread, and run its engine until the HTTP server has ended, which cancels this coroutine,

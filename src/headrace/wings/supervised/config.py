@@ -174,8 +174,8 @@ class TuningConfig(Section):
     @model_validator(mode="after")
     def _learner_reads_rows(self) -> Self:
         """Refuse settings of the learner that supervised losses do not use, such as adapters of agents."""
-        if (self.learner.teachers and not self.has_teacher) or self.learner.old is not None:
-            what = "learner.teachers" if self.learner.teachers and not self.has_teacher else "learner.old"
+        idle = {"learner.teachers": self.learner.teachers and not self.has_teacher, "learner.old": self.learner.old}
+        if what := next((name for name, value in idle.items() if value), ""):
             raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")
         if self.model.adapter_agents:
             raise ConfigError(
@@ -309,6 +309,8 @@ class DpoConfig(TuningConfig):
         return self
 
 
+VERBS: dict[str, type[TuningConfig]] = {kind.verb: kind for kind in (SftConfig, DpoConfig, DistillConfig)}
+"""The settings of each verb, by its name."""
 C = TypeVar("C", bound=TuningConfig)
 
 

@@ -42,7 +42,7 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_on_ranks
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank, explained_rank_loss, join_ranks
 from headrace.models.devices import choose_devices, num_gpus, use_device
-from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.config import VERBS, TuningConfig, load_tuning
 from headrace.wings.supervised.preparing import PreparedTuning, learner_settings, make_objective
 from headrace.wings.supervised.tied import TiedProcess, read_order
 
@@ -50,7 +50,6 @@ LOGS = "logs"
 """The directory of the processes' logs, in the run directory."""
 LOST_S = 10.0
 """The time to wait, after one rank has ended, for another rank whose end was the cause, in seconds."""
-VERBS: dict[str, type[TuningConfig]] = {kind.verb: kind for kind in (SftConfig, DpoConfig, DistillConfig)}
 
 
 class TuningLearner(Protocol):

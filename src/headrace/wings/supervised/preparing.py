@@ -106,10 +106,10 @@ class PreparedTuning:
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
         settings = self.recorded()
         other = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
-        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(other)}"
+        return f"{self.rows.fingerprint()}{settings_hash(order)}:{settings_hash(other)}"
 
 
-def _hash(tree: Any) -> str:
+def settings_hash(tree: Any) -> str:
     """Return a hash of a tree of plain values, as hexadecimal digits."""
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -320,7 +320,7 @@ def explain_tuning(prepared: PreparedTuning) -> str:
         f"{plural(float(f'{epochs:.3g}'), 'epoch')}"
         + (
             f"; the last step has {len(schedule.places(schedule.num_steps - 1))}."
-            if _has_short_last_step(schedule)
+            if schedule.num_places % schedule.rows_per_step
             else "."
         ),
         f"Loss: {loss_name(prepared)}, learning rate {learner.lr:g} ({learner.schedule}).",
@@ -360,8 +360,3 @@ def loss_name(prepared: PreparedTuning) -> str:
         teacher = models[0] if models else "what the rows say of it"
         return f"{config.loss.divergence} divergence from a teacher ({teacher})"
     return config.loss.kind if isinstance(config, DpoConfig) else "cross-entropy"
-
-
-def _has_short_last_step(schedule: RowSchedule) -> bool:
-    """Return whether the last step has fewer rows than the others."""
-    return schedule.num_places % schedule.rows_per_step != 0

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Literal, Protocol, Self, TextIO
+from typing import Literal, Self, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,23 +11,16 @@ from rich.text import Text
 
 from headrace.base.errors import visible
 from headrace.base.lasting import LossTolerantStream
-from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.base.types.trace import Span
-from headrace.control.observer import Observer
-from headrace.run.observe.terminal import SilentView
+from headrace.base.types.observation import Event, StepRecord
+from headrace.run.observe.terminal import TerminalView
 from headrace.run.observe.words import duration, number
 
 
-class TuningView(Observer, AbstractContextManager["TuningView"], Protocol):
-    """The display of a run's progress: an observer, which the run calls with every step and event, and a context
-    manager that restores the terminal at its end."""
-
-
-def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TuningView:
+def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TerminalView:
     """Return the display for the setting ``view``: ``auto`` for a progress bar on a terminal and plain lines elsewhere,
     ``plain`` for plain lines, ``none`` for no output. ``num_steps`` is the number of steps of the whole run."""
     if view == "none":
-        return SilentView()
+        return TerminalView()
     stream = LossTolerantStream(sys.stdout)
     console = Console(file=stream, highlight=False, markup=False, emoji=False)  # type: ignore[arg-type]
     if view == "auto" and sys.stdout.isatty() and not console.is_dumb_terminal:
@@ -54,7 +44,7 @@ def _format_figure(value: float | None) -> str:
     return number(value) if value is None or value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
-class LineView:
+class LineView(TerminalView):
     """A display of one line per step and per event, for files and pipes."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
@@ -70,16 +60,7 @@ class LineView:
         """Print the text of the event, with control characters made visible."""
         self._print(f"{'warning: ' if event.level == 'warning' else ''}{visible(event.text)}")
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this display does not show spans."""
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: lines are printed for steps and events alone."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Flush the stream."""
         self._stream.flush()
 
@@ -89,7 +70,7 @@ class LineView:
         self._stream.flush()
 
 
-class BarView:
+class BarView(TerminalView):
     """A bar with the figures of the last step at the foot of the terminal; events are printed above it."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
@@ -114,17 +95,11 @@ class BarView:
             Text(visible(event.text), style="yellow" if event.level == "warning" else "dim")
         )  # fmt: skip
 
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this display does not show spans."""
-
-    def update(self, state: LiveState) -> None:
-        """Do nothing: the bar is drawn for steps."""
-
     def __enter__(self) -> Self:
         """Draw the bar, and return the display."""
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Remove the bar from the terminal."""
         self._progress.stop()

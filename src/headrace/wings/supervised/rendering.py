@@ -240,12 +240,9 @@ class RowRenderer:
     def _conversation_by_marks(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
         """Return the token ids of a conversation, and whether each carries loss, with the mask that a chat template
         with ``{% generation %}`` marks returns."""
-        try:
-            rendered = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-        except Exception as error:  # noqa: BLE001 - a template is code of the model directory
-            raise _make_template_error(error) from None
+        rendered = self._apply_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         ids, mask = list(rendered["input_ids"]), [bool(each) for each in rendered["assistant_masks"]]
         if self._loss_on == "last" and any(mask):
             last = len(mask) - 1 - mask[::-1].index(True)
@@ -294,13 +291,20 @@ class RowRenderer:
             )
         if not messages:
             return ""
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=answer
-            )
-        except Exception as error:  # noqa: BLE001 - a template is code of the model directory
-            raise _make_template_error(error) from None
+        text: str = self._apply_template(messages, tools=tools, tokenize=False, add_generation_prompt=answer)
         return text
+
+    def _apply_template(self, messages: Messages, **options: Any) -> Any:
+        """Return what the chat template makes of ``messages`` with the ``options`` of the tokenizer's method. Raises
+        :class:`RowProblem` if the template raises an error."""
+        try:
+            return self._tokenizer.apply_chat_template(messages, **options)
+        except Exception as error:  # noqa: BLE001 - a template is code of the model directory
+            raise RowProblem(
+                "template_error",
+                f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",
+                remedy="mend the row, or the chat template of the model directory",
+            ) from None
 
     # -- text ---------------------------------------------------------------------------------------------------------
 
@@ -517,13 +521,4 @@ def _make_missing_columns_error(row: Mapping[str, Any], expected: str) -> RowPro
         "no_columns",
         f"it has the columns {', '.join(map(str, row))}, and needs {expected}",
         remedy="rename them with data.columns = { completion = 'answer' }",
-    )
-
-
-def _make_template_error(error: Exception) -> RowProblem:
-    """Return the error of a row on which the chat template raised ``error``."""
-    return RowProblem(
-        "template_error",
-        f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",
-        remedy="mend the row, or the chat template of the model directory",
     )

@@ -25,7 +25,6 @@ from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.heap import gc_frozen
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.control.metrics.summary import make_ledger_summary
 from headrace.control.observer import Observer, Observers
 from headrace.control.recovery import StartingPoint, find_starting_point
 from headrace.control.saving import CHECKPOINTS
@@ -506,7 +505,7 @@ class TuningRun:
             trained_tok_s=totals.trained_tokens / wall_s if wall_s > 0 else 0.0,
             rows_left_out=len(self._prepared.rows.left_out),
             rows_cut=self._prepared.rows.num_cut,
-            ledger=make_ledger_summary(self._ledger.conservation()),
+            ledger=self._ledger.conservation(),
             warnings=totals.warnings,
             run_dir=str(self._run_dir),
         )

@@ -11,8 +11,6 @@ stages that were killed at any moment can be resumed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +28,8 @@ from headrace.run.session.config import with_absolute_paths
 from headrace.run.session.directory import read_summary, write_json
 from headrace.run.session.exporting import export
 from headrace.run.session.prepare import Inputs, prepare
-from headrace.wings.supervised.config import (
-    DistillConfig,
-    DpoConfig,
-    SftConfig,
-    TuningConfig,
-    load_tuning,
-    with_absolute_rows,
-)
-from headrace.wings.supervised.preparing import prepare_tuning
+from headrace.wings.supervised.config import VERBS, TuningConfig, load_tuning, with_absolute_rows
+from headrace.wings.supervised.preparing import prepare_tuning, settings_hash
 from headrace.wings.supervised.session import tune
 
 STAGES_FILE = "stages.json"
@@ -48,7 +39,6 @@ BASE = "base"
 """The name of the result for the weights with which the first stage begins."""
 Tree = dict[str, Any]
 StageKind = Literal["sft", "dpo", "distill", "rl"]
-_TUNED: dict[str, type[TuningConfig]] = {each.verb: each for each in (SftConfig, DpoConfig, DistillConfig)}
 
 
 def _as_tree(value: Any) -> Any:
@@ -146,8 +136,7 @@ class StageRun:
 
     def fingerprint(self) -> str:
         """Return a hash of the settings, without settings that only affect the display."""
-        tree = {key: part for key, part in self.settings.items() if key != "observe"}
-        return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return settings_hash({key: part for key, part in self.settings.items() if key != "observe"})
 
     def config(self, model: str) -> TuningConfig | RunConfig:
         """Return the validated settings of the stage's run, which begins with the weights in the directory ``model``: a
@@ -155,7 +144,7 @@ class StageRun:
         :class:`~headrace.base.errors.ConfigError`, whose text names the stage."""
         tree = merge(self.settings, {"model": {"path": model}, "run": {"dir": str(self.directory)}})
         try:
-            return load_tuning(_TUNED[self.kind], tree) if self.kind in _TUNED else load_config(tree)
+            return load_tuning(VERBS[self.kind], tree) if self.kind in VERBS else load_config(tree)
         except ConfigError as error:
             error.problem = f"stage {self.name}: {error.problem}"
             raise
@@ -206,7 +195,7 @@ def _resolve_paths(tree: Tree, home: Path) -> Tree:
         found["eval"] = with_absolute_paths(tree["eval"], home)
     if isinstance(tree.get("stage"), list):
         found["stage"] = [
-            (with_absolute_rows if each.get("kind") in _TUNED else with_absolute_paths)(each, home)
+            (with_absolute_rows if each.get("kind") in VERBS else with_absolute_paths)(each, home)
             if isinstance(each, dict)
             else each
             for each in tree["stage"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from headrace.control.metrics.summary import LedgerSummary
+from headrace.flow.ledger.base import Conservation
 
 _SAMPLING_METRICS = (
     *("kl_mu_k1", "kl_mu_k3", "mismatch_k1", "mismatch_k3", "stale_k1", "stale_k3", "ratio_mu", "ratio_mu_squared"),
@@ -62,7 +62,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Number of rows that could not be trained and were left out."""
     rows_cut: int
     """Number of rows that were cut off at their limit."""
-    ledger: LedgerSummary
+    ledger: Conservation
     """The conservation table of the ledger: groups are rows."""
     warnings: list[str]
     """The warnings of this life, in words."""

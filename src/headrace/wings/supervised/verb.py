@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ from headrace.run.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from headrace.wings.supervised.config import TuningConfig
     from headrace.wings.supervised.stages import StagesSummary
     from headrace.wings.supervised.summary import TuningSummary
 
@@ -44,11 +44,7 @@ def sft(
     as_json: bool = AS_JSON,
 ) -> None:
     """Fine-tune a model on conversations, completions, text or tokens."""
-    starting(f"reading {run_file} and loading what a run needs")
-    from headrace.wings.supervised.config import SftConfig, load_tuning
-
-    config = load_tuning(SftConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
-    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+    _run("sft", run_file, overrides, resume=resume, dry_run=dry_run, as_json=as_json)
 
 
 def dpo(
@@ -59,11 +55,7 @@ def dpo(
     as_json: bool = AS_JSON,
 ) -> None:
     """Train a model on pairs of answers (DPO, IPO, SimPO, ORPO), or on single ones with a label (KTO)."""
-    starting(f"reading {run_file} and loading what a run needs")
-    from headrace.wings.supervised.config import DpoConfig, load_tuning
-
-    config = load_tuning(DpoConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
-    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+    _run("dpo", run_file, overrides, resume=resume, dry_run=dry_run, as_json=as_json)
 
 
 def distill(
@@ -74,11 +66,7 @@ def distill(
     as_json: bool = AS_JSON,
 ) -> None:
     """Train a model towards a teacher, on rows: a model, a server, or what the rows say of one."""
-    starting(f"reading {run_file} and loading what a run needs")
-    from headrace.wings.supervised.config import DistillConfig, load_tuning
-
-    config = load_tuning(DistillConfig, run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
-    _run(config, resume=resume, dry_run=dry_run, as_json=as_json)
+    _run("distill", run_file, overrides, resume=resume, dry_run=dry_run, as_json=as_json)
 
 
 def stages(
@@ -125,10 +113,14 @@ def _show_stages(summary: StagesSummary, again: str) -> None:
         out.print(format_continuation(again), style="bold")
 
 
-def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
-    """Run ``headrace sft``, ``dpo`` or ``distill`` with the validated settings ``config``: with ``dry_run`` only
-    describe the run, otherwise train and print the summary. With ``resume``, continue the run of an earlier life. With
-    ``as_json`` the output is JSON."""
+def _run(verb: str, run_file: Path, overrides: Sequence[str], *, resume: bool, dry_run: bool, as_json: bool) -> None:
+    """Run ``headrace sft``, ``dpo`` or ``distill``, named by ``verb``, with ``run_file`` and its ``overrides``: with
+    ``dry_run`` only describe the run, otherwise train and print the summary. With ``resume``, continue the run of an
+    earlier life. With ``as_json`` the output is JSON."""
+    starting(f"reading {run_file} and loading what a run needs")
+    from headrace.wings.supervised.config import VERBS, load_tuning
+
+    config = load_tuning(VERBS[verb], run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
     if dry_run:
         from headrace.wings.supervised.preparing import explain_tuning, prepare_tuning
 

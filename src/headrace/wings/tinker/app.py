@@ -16,6 +16,7 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -32,7 +33,6 @@ from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, excerpt
 from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.catalog import Catalog
-from headrace.wings.tinker.jobs import ResultResponse
 from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
 
@@ -223,25 +223,24 @@ class _Routes:
             "client/dynamic_config": self._make_fixed_endpoint(
                 {"sample_cancel_enabled": True}, schema.ClientConfigBody
             ),
-            "create_session": self._make_post_endpoint(lambda service, body: service.create_session(body)),
-            "session_heartbeat": self._make_post_endpoint(lambda service, body: service.heartbeat(body)),
-            "create_model": self._make_post_endpoint(lambda service, body: service.create_model(body)),
-            "get_info": self._make_post_endpoint(lambda service, body: service.get_info(body)),
+            "create_session": self._make_post_endpoint(TinkerService.create_session),
+            "session_heartbeat": self._make_post_endpoint(TinkerService.heartbeat),
+            "create_model": self._make_post_endpoint(TinkerService.create_model),
+            "get_info": self._make_post_endpoint(TinkerService.get_info),
             "forward_backward": self._make_ordered_endpoint(
-                lambda service, body: service.train(body), wire.read_model_and_seq, self._max_body_bytes
+                TinkerService.train, wire.read_model_and_seq, self._max_body_bytes
             ),
-            "load_weights": self._make_ordered_endpoint(
-                lambda service, body: service.load_weights(body), schema.read_model_and_seq
-            ),
-            "create_sampling_session": self._make_post_endpoint(
-                lambda service, body: service.create_sampling_session(body)
-            ),
-            "asample": self._sample,
+            "load_weights": self._make_ordered_endpoint(TinkerService.load_weights, schema.read_model_and_seq),
+            "create_sampling_session": self._make_post_endpoint(TinkerService.create_sampling_session),
+            "asample": self._make_post_endpoint(TinkerService.sample),
             "retrieve_future": self._retrieve,
-            "cancel_future": self._make_post_endpoint(lambda service, body: service.cancel(body)),
+            "cancel_future": self._make_post_endpoint(TinkerService.cancel),
             "telemetry": self._telemetry,
             "weights_info": self._make_post_endpoint(lambda service, body: service.catalog.weights_info(body)),
-            **{kind: self._make_model_endpoint(kind) for kind in model_kinds},
+            **{
+                kind: self._make_ordered_endpoint(partial(TinkerService.accept, kind=kind), schema.read_model_and_seq)
+                for kind in model_kinds
+            },
         }
 
     def _make_gets(self) -> dict[str, Endpoint]:
@@ -324,12 +323,6 @@ class _Routes:
 
         return endpoint
 
-    def _make_model_endpoint(self, kind: str) -> Endpoint:
-        """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
-        return self._make_ordered_endpoint(
-            lambda service, body: service.make_model_endpoint(kind)(body), schema.read_model_and_seq
-        )
-
     def _make_ordered_endpoint(
         self,
         answer: Callable[[TinkerService, bytes], dict[str, Any]],
@@ -354,15 +347,11 @@ class _Routes:
 
         return endpoint
 
-    async def _sample(self, request: Request) -> Response:
-        """Start a sampling task, and answer with the request id under which the client polls for the result."""
-        service, body = await self._holder.ready(), await self._body(request)
-        return JSONResponse(service.sample(body))
-
     async def _retrieve(self, request: Request) -> Response:
         """Answer with the result of an earlier request, or with status 408 if there is none yet, after which the client
         polls again."""
-        return _make_response(await (await self._holder.ready()).retrieve(await self._body(request)))
+        result = await (await self._holder.ready()).retrieve(await self._body(request))
+        return Response(result.body, media_type=result.media, status_code=result.status)
 
     async def _telemetry(self, request: Request) -> Response:
         """Accept the client's telemetry and ignore it."""
@@ -424,11 +413,6 @@ class _Routes:
 def _get_checkpoint_name(request: Request) -> str:
     """Return the name ``KIND/NAME`` of the checkpoint in the path of a request."""
     return f"{request.path_params['kind']}/{request.path_params['name']}"
-
-
-def _make_response(result: ResultResponse) -> Response:
-    """Return a result of the service as an HTTP response."""
-    return Response(result.body, media_type=result.media, status_code=result.status)
 
 
 def _respond_refused(_: Request, error: Exception) -> Response:

@@ -22,21 +22,6 @@ TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES, RATIO_MASK = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProvenanceSpan:
-    """A client's claim about the source of consecutive positions of a datum: a sequence that the server sampled, or the
-    prompt of that sequence."""
-
-    sequence_id: str
-    """The id of the sampled sequence, from the answer to its sampling request."""
-    offset: int
-    """The index of the first of these positions in that sequence, or in its prompt."""
-    length: int
-    """The number of positions."""
-    sampled: bool
-    """Whether the positions are tokens of that sequence; ``False`` if they are of its prompt."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Datum:
     """One sequence of tokens to train on, with the inputs of its loss."""
@@ -45,10 +30,11 @@ class Datum:
     """The token ids that the model reads."""
     inputs: dict[str, Array]
     """The inputs of the loss by name, each ``[N]`` or ``[N, K]``."""
-    input_spans: Sequence[ProvenanceSpan] = ()
-    """The provenance of ``ids_N``, in order; empty if the client gave none."""
-    target_spans: Sequence[ProvenanceSpan] = ()
-    """The provenance of the inputs of the loss, in order; empty if the client gave none."""
+    input_spans: Sequence[int] = ()
+    """The numbers of positions of ``ids_N`` that have the same source, in order, as the client says; empty if the
+    client gave none."""
+    target_spans: Sequence[int] = ()
+    """The same for the inputs of the loss."""
     foreign: str = ""
     """The kind of content other than tokens in the datum, such as ``an image``; empty if there are only tokens."""
 
@@ -149,7 +135,7 @@ def _find_wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
     """Return the problem and the remedy if provenance spans of ``datum`` do not add up to its ``count`` positions;
     ``None`` if they do or are absent."""
     for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):
-        total = sum(span.length for span in spans)
+        total = sum(spans)
         if spans and total != count:
             return f"{name} cover {total} of {count} positions", "let the spans tile the positions exactly"
     return None

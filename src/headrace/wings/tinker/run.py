@@ -23,6 +23,7 @@ import xxhash
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
 from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, make_url
+from headrace.base.tasks import task_group
 from headrace.wings.tinker.app import ServerHolder, make_app
 from headrace.wings.tinker.base import LoadedBase, ServedBase, by_name, fingerprint
 from headrace.wings.tinker.config import TinkerConfig
@@ -94,13 +95,10 @@ class TinkerServer:
     async def run(self, listening: socket.socket) -> None:
         """Serve at the bound socket ``listening`` until :meth:`stop`."""
         url = make_url(listening)
-        try:
-            async with asyncio.TaskGroup() as group:
-                serving = group.create_task(self._http.serve(sockets=[listening]))
-                living = group.create_task(self._live(url))
-                serving.add_done_callback(lambda _: living.cancel())
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+        async with task_group() as group:
+            serving = group.create_task(self._http.serve(sockets=[listening]))
+            living = group.create_task(self._live(url))
+            serving.add_done_callback(lambda _: living.cancel())
 
     async def _live(self, url: str) -> None:
         """Load the models, and answer requests until the server is stopped or one of its threads fails. Then write all
@@ -123,11 +121,7 @@ class TinkerServer:
                 served = await loaded.start_engines(stack)
                 async with asyncio.TaskGroup() as group:
                     parts = ServiceParts(
-                        config=self._config,
-                        journal=loaded.journal,
-                        turns=turns,
-                        tenants=tenants,
-                        bases=by_name(served),
+                        config=self._config, journal=loaded.journal, turns=turns, tenants=tenants, bases=by_name(served)
                     )
                     service = TinkerService(parts, group, self._clock)
                     tenants.resume()

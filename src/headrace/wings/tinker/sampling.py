@@ -7,7 +7,6 @@ Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribut
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from headrace.base.errors import DataError
+from headrace.base.tasks import run_together
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.engine import RequestOptions
 from headrace.base.types.sampling import Sampling
@@ -220,12 +220,9 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
     """Execute the request ``plan``: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty:
     the base model), compute the requested log-probabilities with ``score``, pass the samples to ``keep``, and return
     the encoded answer. If the caller is cancelled, the samples are cancelled too."""
-    try:
-        async with asyncio.TaskGroup() as group:  # starts all before the first await: one batch
-            tasks = [group.create_task(_sample_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
-    sampled = [task.result() for task in tasks]
+    sampled = await run_together(  # starts all before the first await: one batch
+        [_sample_one(plan.prompt_N, each, engine, adapter) for each in plan.samplings]
+    )
     if any(len(tokens) for tokens, _ in sampled):
         keep(sampled)
     sequences = [await _encode_sample(plan, tokens, reason, score) for tokens, reason in sampled]
@@ -254,15 +251,7 @@ async def _sample_one(
         async for chunk in chunks:
             parts = [chunk.tokens] if chunk.lost else [*parts, chunk.tokens]
             reason = chunk.stop_reason or reason
-    return _join(parts), reason
-
-
-def _join(parts: Sequence[Tokens]) -> Tokens:
-    """Concatenate consecutive parts of one answer."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = whole + part
-    return whole
+    return Tokens.concat(parts), reason
 
 
 async def _encode_sample(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:

@@ -165,7 +165,7 @@ class TinkerService:
         Raises :class:`Refusal` if the body names another base than the checkpoint's base."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
-            return self.make_model_endpoint("load_weights")(body)
+            return self.accept(body, "load_weights")
         request = schema.parse(body, schema.LoadWeightsBody)
         spec = self.catalog.spec(self.catalog.checkpoint(request.path, "weights"))
         if self._base(request.base_model or spec["base"]) is not self._base(spec["base"]):
@@ -255,16 +255,11 @@ class TinkerService:
         except HeadraceError:
             return  # no place is known, or no such model
 
-    def make_model_endpoint(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return a function that implements the endpoint ``kind`` (as ``optim_step``) for requests with a JSON body. It
-        reports errors in a body in the result, because later requests of the model wait for this result."""
-
-        def endpoint(body: bytes) -> dict[str, Any]:
-            """Accept the request in ``body``, and return its request id."""
-            request = schema.parse(body, schema.ModelRequest)
-            return self._accept(request.model_id, request.seq_id, kind, body)
-
-        return endpoint
+    def accept(self, body: bytes, kind: str) -> dict[str, Any]:
+        """Accept the request in the JSON ``body`` to the endpoint ``kind`` (as ``optim_step``), and return its request
+        id. Errors in the body are reported in the result, because later requests of the model wait for this result."""
+        request = schema.parse(body, schema.ModelRequest)
+        return self._accept(request.model_id, request.seq_id, kind, body)
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
         """Write the request ``seq`` of a model to the journal, and return the request id under which the client polls

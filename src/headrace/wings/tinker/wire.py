@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import DataError
-from headrace.wings.tinker.data import Datum, ProvenanceSpan, TrainRequest
+from headrace.wings.tinker.data import Datum, TrainRequest
 
 Array = npt.NDArray[Any]
 FLOAT32, INT64 = 1, 2
@@ -137,7 +137,7 @@ def _decode_datum(body: memoryview, max_numbers: int) -> Datum:
     sound, only its presence is recorded. Raises ``ValueError`` if a sparse tensor increases the count of numbers above
     ``max_numbers``."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
-    spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
+    spans: dict[int, list[int]] = {3: [], 4: []}
     for number, value in _iterate_fields(body):
         if number == 1:
             ((kind, chunk),) = _iterate_fields(value)
@@ -150,17 +150,10 @@ def _decode_datum(body: memoryview, max_numbers: int) -> Datum:
             inputs[key] = _decode_tensor(tensor, max_numbers)
             max_numbers -= inputs[key].size
         elif number in spans:
-            spans[number].append(_decode_span(value))
+            ((_, span),) = _iterate_fields(value)
+            spans[number].append(int(dict(_iterate_fields(span)).get(3, 0)))
     joined = np.concatenate([*ids, np.zeros(0, np.int32)])
     return Datum(ids_N=joined, inputs=inputs, input_spans=spans[3], target_spans=spans[4], foreign=problem)
-
-
-def _decode_span(body: memoryview) -> ProvenanceSpan:
-    """Decode one provenance span: a client's claim about the source of a range of positions."""
-    ((kind, value),) = _iterate_fields(body)
-    found = dict(_iterate_fields(value))
-    name = bytes(found.get(1, b"")).decode()
-    return ProvenanceSpan(sequence_id=name, offset=int(found.get(2, 0)), length=int(found.get(3, 0)), sampled=kind == 2)
 
 
 def _decode_tensor(body: memoryview, max_entries: int) -> Array:
@@ -345,11 +338,7 @@ def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T
 
 
 def write_samples(
-    sequences: Sequence[bytes],
-    *,
-    prompt_logprobs_T: Array | None,
-    top: bytes | None,
-    targets: bytes | None,
+    sequences: Sequence[bytes], *, prompt_logprobs_T: Array | None, top: bytes | None, targets: bytes | None
 ) -> bytes:
     """Return an encoded SampleResponse: the encoded sampled ``sequences`` and, where they are not ``None``, the
     logprobs of the prompt's tokens, an encoded TopkLogprobs of their places, and an encoded Tensor with the logprobs of

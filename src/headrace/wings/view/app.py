@@ -76,13 +76,7 @@ def make_app(
 
     async def stream(request: Request) -> Response:
         """Answer with a stream of events that notify the page whenever a run has changed."""
-
-        async def events() -> AsyncIterator[bytes]:
-            """Yield the events until the server shuts down."""
-            async for event in stream_changes(runs, ending):
-                yield event
-
-        return StreamingResponse(events(), media_type="text/event-stream")
+        return StreamingResponse(stream_changes(runs, ending), media_type="text/event-stream")
 
     def list_runs(_: Request) -> Response:
         """Answer with the name, directory and state of every run. The index in the list is the number of the run."""

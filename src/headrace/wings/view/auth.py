@@ -80,12 +80,12 @@ class ViewAuth:
         headers = Headers(scope=scope)
         given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
         if given and scope["path"] == "/":
-            return self._set_cookie() if _are_equal(given.encode(), self._token) else _token_page()
+            return self._set_cookie() if hmac.compare_digest(given.encode(), self._token) else _token_page()
         kind, _, bearer = headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if kind.lower() == b"bearer" and _are_equal(bearer.strip(), self._token):
+        if kind.lower() == b"bearer" and hmac.compare_digest(bearer.strip(), self._token):
             return None
         kept = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
-        if _are_equal(kept.encode(), self._key.encode()):
+        if hmac.compare_digest(kept.encode(), self._key.encode()):
             return None
         return _token_page() if scope["path"] == "/" else Response(status_code=401, headers=_BEARER_REQUIRED)
 
@@ -96,11 +96,6 @@ class ViewAuth:
             self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400
         )  # fmt: skip
         return answer
-
-
-def _are_equal(received: bytes, expected: bytes) -> bool:
-    """Return whether two secrets are equal, in a time that does not depend on where they differ."""
-    return hmac.compare_digest(received, expected)
 
 
 def _token_page() -> Response:

@@ -5,15 +5,17 @@ group is its outcome: trained, dropped or still in flight."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import psutil
 
+from headrace.base.config import leaves
 from headrace.base.environ import PROCESS_GONE
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.types.observation import StepRecord
-from headrace.flow.ledger.base import Conservation, UnitCounts
+from headrace.flow.ledger.base import Conservation
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.survivors import survivors
 from headrace.run.observe import age_histogram, load_run, summarize_steps
@@ -168,7 +170,8 @@ def system(run: OpenRun) -> dict[str, Any]:
     return {
         **state,
         "components": [
-            {**part, **(_measure_usage(part.get("pid")) if living and _is_here(part) else {})} for part in parts
+            {**part, **(_measure_usage(part.get("pid")) if living and not part.get("node") else {})}
+            for part in parts  # a pid is valid on its own machine
         ],
         "parts": run.parts.tree,
         "waits": _as_texts(status.get("waits")),
@@ -184,15 +187,10 @@ def system(run: OpenRun) -> dict[str, Any]:
     }
 
 
-def _is_here(part: dict[str, Any]) -> bool:
-    """Return whether a component runs on the controller's machine, so that its process id is valid here."""
-    return not part.get("node")
-
-
 def compare_runs(runs: Sequence[OpenRun]) -> dict[str, Any]:
     """Return the answer to the page that compares runs: the state, verdict and figures of each, and the settings in
     which they differ."""
-    settings = [_flatten(run.config.tree) for run in runs]
+    settings = [leaves(run.config.tree) for run in runs]
     names = sorted({name for tree in settings for name in tree})
     differing = [name for name in names if len({str(tree.get(name)) for tree in settings}) > 1]
     return {
@@ -258,21 +256,8 @@ def _compare_survivors(browser: Browser) -> dict[str, Any] | None:
 def _count_fates(conservation: Conservation) -> dict[str, Any]:
     """Return, for groups, episodes and tokens, the number submitted and the numbers by fate. ``balance`` is the number
     without a fate, which is 0 in a consistent ledger."""
-    units: dict[str, UnitCounts] = {
-        "groups": conservation.groups,
-        "episodes": conservation.episodes,
-        "tokens": conservation.tokens,
-    }
-    return {
-        name: {
-            "submitted": fates.submitted,
-            "trained": fates.trained,
-            "dropped": fates.dropped,
-            "in_flight": fates.in_flight,
-            "balance": fates.balance,
-        }
-        for name, fates in units.items()
-    }
+    units = {"groups": conservation.groups, "episodes": conservation.episodes, "tokens": conservation.tokens}
+    return {name: {**asdict(fates), "balance": fates.balance} for name, fates in units.items()}
 
 
 def _read_summary_fates(recorded: dict[str, Any]) -> dict[str, Any]:
@@ -314,18 +299,6 @@ def _thin_out(steps: Sequence[StepRecord], limit: int = MOST_POINTS) -> list[Ste
         return list(steps)
     places = sorted({round(index * (len(steps) - 1) / (limit - 1)) for index in range(limit)})
     return [steps[place] for place in places]
-
-
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested dictionary: return its values by dotted name, such as ``flow.max_age``. ``prefix`` is prepended
-    to every name."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            found.update(_flatten(value, f"{prefix}{name}."))
-        else:
-            found[prefix + name] = value
-    return found
 
 
 def _as_texts(value: object) -> list[str]:

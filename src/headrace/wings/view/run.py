@@ -3,7 +3,6 @@ of a run is the time from one start or resumption of the run to the end of its p
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,9 +150,7 @@ class OpenRun:
             file = self.directory / SQLITE_FILE
             which = (file.stat().st_ino if file.exists() else -1, is_written(file))
             if self._browser is None or self._browser[0] != which:
-                if self._browser is not None:
-                    self._browser[1].close()
-                    self._browser = None
+                self.close()
                 self._browser = (which, Browser.open_run(self.directory))
             return self._browser[1]
 
@@ -213,7 +210,7 @@ class OpenRun:
         value to detect changes, of which it notifies the pages."""
         files = (self.summary, self.status, self.live)
         names = (*_RUN_FILES, EVENTS_FILE, f"{SQLITE_FILE}-wal")
-        return (*(_get_stamp(self.directory / name) for name in names), *(file.stamp for file in files))
+        return (*(JsonFile(self.directory / name).stamp for name in names), *(file.stamp for file in files))
 
     def cached(self, key: str, work: Callable[[], T]) -> T:
         """Return the result of ``work``, or a cached result with the same ``key`` that is still fresh. The cache avoids
@@ -291,7 +288,7 @@ def refuse_no_run(directory: Path) -> None:
     """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` is a run directory."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory", remedy="name the directory of a run")
-    if not any((directory / name).exists() for name in _RUN_FILES):
+    if not _is_run(directory):
         raise DataError(
             f"{directory} holds no run: none of {', '.join(_RUN_FILES)} is there",
             remedy="name a directory that a run has written, or one that holds such directories",
@@ -336,12 +333,3 @@ def _get_change_time(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _get_stamp(path: Path) -> tuple[int, int] | None:
-    """Return a file's size in bytes and the time of its last change in nanoseconds; ``None`` if it does not exist."""
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_size, found.st_mtime_ns

@@ -46,8 +46,6 @@ class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     weights."""
     what: str
     """The unit of work in progress; empty while the part waits for orders."""
-    since_s: float
-    """How long the present unit of work has been in progress, in seconds."""
     usual_s: float
     """The longest duration of recent units of this kind, in seconds; 0 if there were none."""
 

@@ -34,12 +34,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.rollout.scoring.sandbox import jail, kernel, processes
+    from headrace.rollout.scoring.sandbox import jail, kernel, processes, user_namespace
 else:  # only the modules in this folder are imported, so that the launcher starts in milliseconds
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     import jail
     import kernel
     import processes
+    import user_namespace
 
 POLL_MS = {True: 20, False: 50}
 """The interval in milliseconds at which limits are checked, for a jailed (``True``) and for a kept command."""
@@ -85,7 +86,7 @@ class CommandSupervisor:
         if self.jailed or processes.succeeds(_check_own_proc):
             if os.getuid() != 0:
                 missing["user"] = "only root can start a process as another user"
-                jail.guard(missing, "namespaces", _enter_user_namespace)
+                jail.guard(missing, "namespaces", user_namespace.enter)
             if self.jailed:
                 jail.guard(missing, "network", lambda: kernel.unshare(kernel.NEW_NET))
                 jail.guard(missing, "ipc", lambda: kernel.unshare(kernel.NEW_IPC))
@@ -223,20 +224,11 @@ def _check_own_proc() -> None:
     """Raise ``OSError`` if a command cannot have a PID namespace together with its own /proc. Some containers allow
     only the namespace. This runs in a forked process."""
     if os.getuid() != 0:
-        _enter_user_namespace()
+        user_namespace.enter()
     jail.enter_mount_namespace()
     kernel.unshare(kernel.NEW_PIDS)
     if not processes.succeeds(lambda: jail.mount_proc("/proc")):
         raise OSError("/proc cannot be mounted")
-
-
-def _enter_user_namespace() -> None:
-    """Enter a new user namespace in which this user and its group keep their ids."""
-    user, group = os.getuid(), os.getgid()
-    kernel.unshare(kernel.NEW_USER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(text)
 
 
 def run_jailed() -> None:

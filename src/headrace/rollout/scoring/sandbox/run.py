@@ -94,10 +94,7 @@ def run_python(
     <Reason.WALL_TIME: 'wall_time'>
     """
     return run(
-        [sys.executable, "-I", "-B", "main.py"],
-        stdin=stdin,
-        files={**(files or {}), "main.py": code},
-        limits=limits,
+        [sys.executable, "-I", "-B", "main.py"], stdin=stdin, files={**(files or {}), "main.py": code}, limits=limits
     )
 
 

@@ -55,12 +55,10 @@ class Alarm(Protocol):
     def step(self, numbers: Numbers) -> str:
         """Check the metrics of an optimizer step that has ended, by name. Return the problem in words if the alarm goes
         off now, else an empty string."""
-        ...
 
     def moment(self, now: Moment) -> str:
         """Check the present state of the run, once a second. Return the problem in words if the alarm goes off now,
         else an empty string."""
-        ...
 
 
 class Lasting:

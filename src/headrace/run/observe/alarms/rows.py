@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.base.types.trace import Span
+from headrace.base.types.observation import LiveState, StepRecord
+from headrace.control.observer import Observer
 from headrace.run.observe.alarms.base import (
     OFFERED,
     Alarm,
@@ -242,7 +242,7 @@ ALARMS: Mapping[str, AlarmRow] = {
 """Headrace's alarms by name, in the order in which they are checked."""
 
 
-class AlarmWatch:
+class AlarmWatch(Observer):
     """An observer that checks every alarm that is switched on, after each step and once a second, and reports the
     alarms that go off."""
 
@@ -263,12 +263,6 @@ class AlarmWatch:
         numbers = flat(record)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.step(numbers))
-
-    def event(self, event: Event) -> None:
-        """Do nothing: alarms do not read events."""
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: alarms do not read the event trace."""
 
     def update(self, state: LiveState) -> None:
         """Check the alarms on the present state of the run and on the free space of its disk, and report the alarms

@@ -4,6 +4,5 @@ Every text is escaped. The pages load no other files and run no script.
 """
 
 from headrace.run.observe.pages.book import PageInputs, PageWriter
-from headrace.run.observe.pages.index import Figure
 
-__all__ = ["Figure", "PageInputs", "PageWriter"]
+__all__ = ["PageInputs", "PageWriter"]

@@ -19,8 +19,9 @@ import msgspec
 from headrace.base.clock import off_loop
 from headrace.base.errors import ConfigError, RunError
 from headrace.base.types.episode import EpisodeGraph
+from headrace.control.evaluation import IntervalEstimate
 from headrace.run.observe.pages.episode import Decode, make_episode_page
-from headrace.run.observe.pages.index import AttemptSummary, Figure, make_index_page
+from headrace.run.observe.pages.index import AttemptSummary, make_index_page
 
 PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
 """The names in the directory: the folder of the pages, the file of lines, and the index."""
@@ -71,7 +72,7 @@ class PageWriter:
         self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
         await off_loop(partial(self._write_or_raise, partial(self._write_episode, episode, page)))
 
-    def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
+    def finish(self, title: str, figures: Mapping[str, IntervalEstimate], notes: Sequence[str]) -> Path:
         """Write the index page at the end of the evaluation, and return its path. ``title`` is its heading, ``figures``
         are the results, and ``notes`` are the warnings of the evaluation, shown above the results."""
         tasks = [

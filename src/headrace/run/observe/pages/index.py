@@ -3,27 +3,14 @@ return HTML text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from headrace.control.evaluation import IntervalEstimate
 from headrace.run.observe.pages.html import figure, page, text
 
 MAX_TASKS = 5000
 """The maximum number of tasks that the index page lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One figure of an evaluation's result, with its 95 % confidence interval, if one is known."""
-
-    name: str
-    """The name of the figure, as the page shows it."""
-    value: float
-    """The value, which has no unit."""
-    low: float | None = None
-    """The lower end of the interval; ``None`` without an interval."""
-    high: float | None = None
-    """The upper end of the interval; ``None`` without an interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +26,7 @@ class AttemptSummary:
 
 
 def make_index_page(
-    title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
+    title: str, figures: Mapping[str, IntervalEstimate], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
     """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
     ``notes`` are warnings, shown above the results. ``tasks`` has the attempts at each task, in order; at most
@@ -54,7 +41,7 @@ def make_index_page(
     body = [
         f"<p class='brand'>headrace eval</p><h1>{text(title, 500)}</h1>",
         *(f"<p class='bad'>{text(note, 2000)}</p>" for note in notes),
-        f"<dl class='cards'>{''.join(map(_format_card, figures))}</dl>",
+        f"<dl class='cards'>{''.join(_format_card(*item) for item in figures.items())}</dl>",
         "<section><h2>Attempts</h2><div class='wide'><table><thead><tr><th>task</th><th>mean reward</th>"
         f"<th class='left'>attempts</th></tr></thead><tbody>{rows}</tbody></table></div>",
         more if len(tasks) > len(shown_tasks) else "",
@@ -63,11 +50,11 @@ def make_index_page(
     return page(f"{title} · headrace eval", "\n".join(filter(None, body)))
 
 
-def _format_card(shown: Figure) -> str:
+def _format_card(name: str, shown: IntervalEstimate) -> str:
     """Return a figure as an HTML card with its name, its value and its 95 % interval, or the words ``no interval``."""
     both = shown.low is not None and shown.high is not None
     words = f"95 %: {figure(shown.low)} to {figure(shown.high)}" if both else "no interval"
-    return f"<div><dt>{text(shown.name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
+    return f"<div><dt>{text(name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
 
 
 def _format_attempt(attempt: AttemptSummary) -> str:

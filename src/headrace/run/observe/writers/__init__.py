@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from headrace.base.config.kinds import Kinds
-from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection
+from headrace.run.observe.writers.base import RunFacts, WriterSection
 from headrace.run.observe.writers.mlflow import Mlflow
 from headrace.run.observe.writers.prometheus import Prometheus
 from headrace.run.observe.writers.queued import QueuedWriter
@@ -20,4 +20,4 @@ WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", 
 WriterConfig = Annotated[AnyWriter, WRITERS]
 """The settings of any writer, as one entry of ``observe.writers``. ``metrics.jsonl`` is written without a writer."""
 
-__all__ = ["MetricWriter", "QueuedWriter", "RunFacts", "WriterConfig"]
+__all__ = ["QueuedWriter", "RunFacts", "WriterConfig"]

@@ -45,11 +45,9 @@ class MetricWriter(Protocol):
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
         """Write the metrics of the optimizer step ``step``, counted from 0: each value by the name of its metric. All
         values are finite; ``unix_s`` is when the step ended, in seconds since 1970."""
-        ...
 
     def close(self) -> None:
         """Write the buffered metrics and close the connection or the files. Called once, after the last step."""
-        ...
 
 
 class WriterSection(Section):

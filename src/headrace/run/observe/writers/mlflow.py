@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from headrace.base.config import leaves
 from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection, make_missing_package_error
 
 if TYPE_CHECKING:
@@ -43,20 +44,9 @@ class Mlflow(WriterSection):
             client.update_run(known[0].info.run_id, status="RUNNING")
             return _MlflowWriter(client, known[0].info.run_id)
         created = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
-        for name, value in islice(_flatten_params(run.config), 500):
-            client.log_param(created.info.run_id, name, value[:500])
+        for name, value in islice(leaves(run.config).items(), 500):
+            client.log_param(created.info.run_id, name, str(value)[:500])
         return _MlflowWriter(client, created.info.run_id)
-
-
-def _flatten_params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the nested settings ``tree`` as MLflow's parameters: pairs of a dotted name, such as ``learner.lr``, and
-    the value as text. ``prefix`` is put before each name; only the recursion sets it."""
-    flat: list[tuple[str, str]] = []
-    for key, value in tree.items():
-        flat += (
-            _flatten_params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
-        )
-    return flat
 
 
 class _MlflowWriter:

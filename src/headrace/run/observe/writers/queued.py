@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Self
 
-from headrace.base.types.observation import Event, LiveState, StepRecord
-from headrace.base.types.trace import Span
+from headrace.base.types.observation import LiveState, StepRecord
+from headrace.control.observer import Observer
 from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
 
@@ -28,7 +27,7 @@ _Entry = tuple[int, float, dict[str, float]]
 """An entry of the queue: the number of a step, its end in seconds since 1970, and its metrics by name."""
 
 
-class QueuedWriter:
+class QueuedWriter(Observer):
     """An observer that passes the metrics of each step to one writer, through a queue and a thread of its own.
 
     Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` contains them. Use the object
@@ -59,12 +58,6 @@ class QueuedWriter:
         except queue.Full:
             self._problem = self._problem or f"it is {MAX_QUEUED} steps behind"
         self._warn_once()
-
-    def event(self, event: Event) -> None:
-        """Do nothing: writers receive metrics of steps alone."""
-
-    def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: writers receive metrics of steps alone."""
 
     def update(self, state: LiveState) -> None:
         """Warn if the writer has failed and no warning was recorded yet. The present state itself is not written."""
@@ -98,7 +91,7 @@ class QueuedWriter:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         """Wait until the queued steps are written and the writer is closed, and warn of the steps that are lost. The
         wait for room in the queue and the wait for the thread take at most :data:`CLOSE_TIMEOUT_S` each."""
         try:

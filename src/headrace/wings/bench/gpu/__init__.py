@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.base.clock import RealClock
@@ -106,16 +107,8 @@ def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
         raise ConfigError(
             f"--pretend: {done.stderr.strip()[-800:]}", remedy="it needs torch's CPU build and a C++ compiler"
         )
-    return StagesPlan(
-        names=plan.names,
-        budget_s=plan.budget_s,
-        directory=plan.directory,
-        pretend=True,
-        vllm=plan.vllm,
-        program=CLAIMED_STAGE,
-        variables=json.loads(done.stdout.splitlines()[-1]),
-        host_variables={"TRITON_INTERPRET": "1"},
-    )
+    variables = json.loads(done.stdout.splitlines()[-1])
+    return replace(plan, program=CLAIMED_STAGE, variables=variables, host_variables={"TRITON_INTERPRET": "1"})
 
 
 def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Report:

@@ -78,8 +78,7 @@ def _measure(stage: StageContext, case: EngineCase, name: str, overhead: dict[st
     """Open an engine, decode, and record the figures of one case. The first case stores the overhead of a step in
     ``overhead``, and later cases read it there. ``stage`` records the figures under ``name``."""
     sizes = find_model(case.model, pretend=stage.pretend).sizes
-    folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
-    )  # fmt: skip
+    folder = write_model(stage, case.model, DTYPE)
     torch.cuda.reset_peak_memory_stats()
     engine = open_engine(stage, folder, DTYPE, case.load)
     vocab = find_model(case.model, pretend=stage.pretend).settings["vocab_size"]

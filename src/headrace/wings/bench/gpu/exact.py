@@ -51,7 +51,7 @@ def _compare(stage: StageContext, model: str, dtype: str) -> None:
 async def _sample_and_train(stage: StageContext, model: str, dtype: str) -> None:
     """Sample groups of answers from ``model`` in the number format ``dtype`` and train on them; record the mean
     difference of log π and log μ in ``stage``."""
-    folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, model, dtype)
     long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
     vocab = find_model(model, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
@@ -91,7 +91,8 @@ def _check_contract(stage: StageContext) -> None:
     for line in process.stdout:
         if line.startswith("{"):
             found.append(json.loads(line))
-            stage.add_row(what=f"contract, {found[-1]['suite']}: {found[-1]['clause']}", **_short(found[-1]))
+            each = found[-1]
+            stage.add_row(what=f"contract, {each['suite']}: {each['clause']}", result=each["result"], s=each["s"])
     code = process.wait()
     late = not alarm.is_alive()
     alarm.cancel()
@@ -102,8 +103,3 @@ def _check_contract(stage: StageContext) -> None:
         at_most("contract of engines: clauses broken", len(broken) + bool(code and not late), 0, "clauses")
     )
     stage.add_target(at_least("contract of engines: clauses checked", len(found), 1, "clauses"))
-
-
-def _short(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns of a clause's row: its result and its duration."""
-    return {"result": found["result"], "s": found["s"]}

@@ -101,7 +101,7 @@ def run(stage: StageContext) -> None:
 
 def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, Any], rank: int = 0) -> LearnerCore:
     """Return a learner of the model with the name ``model``, which is written to disk if it is not there yet."""
-    folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, model, dtype)
     return open_learner(stage, folder, dtype, settings, rank=rank)
 
 
@@ -129,7 +129,7 @@ def _compare_gradients(stage: StageContext) -> None:
     """Compare the norm of a gradient in bfloat16 with its norm in float32, at the same weights, and record the relative
     difference."""
     answers = (5, 30, 12, 21) if stage.pretend else (40, 700, 333, 90)
-    folder = write_model(stage.models, SMALL, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, SMALL, DTYPE)
     norms = []
     for dtype in ("float32", DTYPE):
         core = open_learner(stage, folder, dtype, {"tokens_per_microbatch": 4096})

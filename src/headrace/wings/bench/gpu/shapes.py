@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.models.shape import ModelShape, parse_shape
+from headrace.wings.bench.gpu.base import StageContext
 
 _QWEN: Mapping[str, Any] = {"vocab_size": 151_936, "max_position_embeddings": 40_960, "tie_word_embeddings": True}
 _CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ+-*/=.,:;!? "
@@ -100,10 +101,10 @@ def find_model(name: str, *, pretend: bool) -> RandomModel:
     return MODELS[name].tiny() if pretend else MODELS[name]
 
 
-def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bool) -> Path:
+def write_model(stage: StageContext, name: str, dtype: str) -> Path:
     """Write the model ``name`` with random weights, in the number format ``dtype``, and a tokenizer into a directory
-    below ``folder``, unless this directory exists, and return it. The weights are drawn on ``device``, which is much
-    faster than on a CPU; with ``pretend`` on the CPU."""
+    below the models of ``stage``, unless this directory exists, and return it. The weights are drawn on the device of
+    the stage, which is much faster than on a CPU; of a pretended stage, on the CPU."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -111,12 +112,12 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
     from headrace.models.settings import BUILDING
     from headrace.models.tiny import char_tokenizer
 
-    directory = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{dtype}"
+    directory = stage.models / f"{name.replace(', ', '-').replace(' ', '-')}-{dtype}"
     if directory.exists():
         return directory
     partial = directory.with_suffix(".partial")  # a stage that was killed may have left this directory
     shutil.rmtree(partial, ignore_errors=True)
-    chosen = find_model(name, pretend=pretend)
+    chosen = find_model(name, pretend=stage.pretend)
     tokenizer = char_tokenizer(_CHARACTERS)
     config = AutoConfig.for_model(
         chosen.kind,
@@ -126,7 +127,7 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
         bos_token_id=None,
     )
     logging.disable_progress_bar()
-    with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu" if pretend else device):
+    with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu" if stage.pretend else stage.request.device):
         torch.manual_seed(0)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.to("cpu").save_pretrained(partial)

@@ -35,7 +35,7 @@ def run(stage: StageContext) -> None:
 async def _take_turns(stage: StageContext) -> None:
     """Sample with the engine, release its memory, train, publish, and wake the engine with the new weights, ten times;
     record the memory in each state in ``stage``."""
-    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, SMALL, "bfloat16")
     new = 4 if stage.pretend else 128
     policy = Policy.load(
         str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": "bfloat16"},
@@ -65,7 +65,7 @@ async def _take_turns(stage: StageContext) -> None:
 def _exceed_memory(stage: StageContext) -> None:
     """Limit the memory of this process, let a step fail, and repeat it with the smaller micro-batches that the error
     names, until a step succeeds; record the result in ``stage``."""
-    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
+    folder = write_model(stage, SMALL, "bfloat16")
     vocab = find_model(SMALL, pretend=False).settings["vocab_size"]
     tokens, message = 65_536, ""
     batch: dict[str, Any] = {"prompt": 16, "answers": (2032,) * 32, "vocab": vocab}

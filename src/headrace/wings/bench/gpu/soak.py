@@ -29,7 +29,7 @@ def run(stage: StageContext) -> None:
 async def _loop(stage: StageContext) -> None:
     """Sample, train and publish until a fifth of the time of ``stage`` is left, and record the growth of memory over
     the rounds."""
-    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, SMALL, "bfloat16")
     new = 4 if stage.pretend else 64
     policy = Policy.load(
         str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": "bfloat16"},

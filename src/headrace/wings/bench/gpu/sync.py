@@ -51,7 +51,7 @@ def run(stage: StageContext) -> None:
 def _measure(stage: StageContext, name: str, codec: str) -> None:
     """Send versions from real steps of the model ``name`` to an engine that decodes, with ``codec``, and record the
     medians of the durations. ``stage`` records them."""
-    folder = write_model(stage.models, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, name, "bfloat16")
     load = Load(sequences=4, prompt=8, new=200) if stage.pretend else Load(sequences=64, prompt=256, new=512)
     core = open_learner(stage, folder, "bfloat16", {"tokens_per_microbatch": 4096, "lr": 1e-5})
     path = shared_memory_root() / f"headrace-gpu-{stage.directory.parent.name}-{codec}"

@@ -45,7 +45,7 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
     """Send the same requests to both engines with the model ``name``, and record the tokens per second of whole
     requests."""
     dtype = "float32" if stage.pretend else "bfloat16"
-    folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage, name, dtype)
     vocab = find_model(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()

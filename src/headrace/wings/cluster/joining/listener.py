@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 
 import msgspec
@@ -27,6 +26,7 @@ import zmq.asyncio
 from headrace.base import __version__
 from headrace.base.clock import RealClock
 from headrace.base.config.addresses import host_and_port
+from headrace.base.environ import raise_file_limit
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.types.messages import controller
 from headrace.base.types.messages.codec import MessageCodec
@@ -67,18 +67,11 @@ StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
 
 
 @asynccontextmanager
-async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
+async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener]:
     """Listen for requests to join the run of ``order`` while the body runs, and write an invitation into the run
-    directory. ``site`` has the run's token. Yield the listener, or ``None`` if ``launch.join`` is not set and the run
-    admits no machines."""
-    if not order.launch.join:
-        yield None
-        return
-    listener = JoinListener(order, site)
-    try:
+    directory. ``site`` has the run's token. Yield the listener."""
+    with closing(JoinListener(order, site)) as listener:
         yield listener
-    finally:
-        listener.close()
 
 
 class JoinListener:
@@ -102,7 +95,7 @@ class JoinListener:
         machine."""
         self._num_processes_elsewhere = 0
         """Number of admitted machines that have not left, plus the number of workers that they offer."""
-        self._most_files = raise_file_limit()
+        self._most_files = raise_file_limit(MOST_FILES)
         """The largest number of files that this process may open at the same time."""
         launch = order.launch
         self._host = host_and_port(launch.join)[0]
@@ -148,8 +141,7 @@ class JoinListener:
                 machine = self._make_starter(request)
                 ends = machine.channel.addresses
                 await self._answer(
-                    sender,
-                    Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token),
+                    sender, Welcome(orders=ends.orders, reports=ends.reports, key=ends.key, token=self._site.token)
                 )
                 # the environment may have another path on that machine
                 theirs = msgspec.structs.replace(start, entry=request.entry or start.entry)
@@ -279,15 +271,3 @@ async def _becomes_ready(peer: Peer) -> bool:
 def _workers_words(workers: WorkerGroup) -> str:
     """Return the number of workers in words."""
     return f"{workers.num_workers} worker{'' if workers.num_workers == 1 else 's'}"
-
-
-def raise_file_limit() -> int:
-    """Raise this process's limit of open files to at most :data:`MOST_FILES`, if the system allows it, and return the
-    limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MOST_FILES
-    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if limit > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return max(limit, soft)

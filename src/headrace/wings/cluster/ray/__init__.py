@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from headrace.learner import LearnerConfig
     from headrace.models.devices import Devices
     from headrace.sync import SyncConfig
-    from headrace.wings.cluster.ray.starter import RayStarter
 
 
 def _start_on_ray(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
@@ -67,14 +66,9 @@ def _requests_sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -
     )
 
 
-async def _refuse_no_room(starter: RayStarter, names: tuple[str, ...]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no room for the engines ``names``."""
-    await starter.refuse_no_room(names)
-
-
 RAY = Launcher(
     starting=_start_on_ray,
-    refuse_no_room=_refuse_no_room,
+    refuse_no_room=lambda starter, names: starter.refuse_no_room(names),
     cluster=ClusterLaunch(
         refuse=_refuse_settings, devices=_part_devices, threads=_num_threads, sentence=_requests_sentence
     ),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import ConfigError, DeadlineError
+from headrace.base.errors import ConfigError, DeadlineError, first_line
 from headrace.launch.config import ResourceShare
 from headrace.wings.cluster.far.process import SupervisorLost, SupervisorUnusable
 from headrace.wings.cluster.far.supervisor import ProcessSupervisor
@@ -165,7 +165,7 @@ class RayCluster:
         try:
             await asyncio.to_thread(ray.init, address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _make_no_cluster_error(address, str(error).partition("\n")[0]) from None
+            raise _make_no_cluster_error(address, first_line(error)) from None
         finally:
             noisy.setLevel(before)
         return cls(ours=True)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from headrace.base.clock import RealClock
+from headrace.base.environ import raise_file_limit
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring import sandbox
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
@@ -41,7 +42,7 @@ from headrace.wings.sandboxes.base import (
     refuse_invalid,
 )
 from headrace.wings.sandboxes.local import frames
-from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_open_files
+from headrace.wings.sandboxes.local.files import MOST_OPEN, CopiedFiles, LayerFiles
 from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
@@ -94,7 +95,7 @@ class LocalDriver(SandboxDriver):
         system's programs, this Python and the paths ``readable``. ``bwrap`` is the path of bubblewrap, for that kind.
         Raises :class:`~headrace.base.errors.EnvError` if this machine cannot run such sessions."""
         paths = readable_paths(readable)
-        allow_open_files()
+        raise_file_limit(MOST_OPEN)
         order = {
             "readable": paths,
             "bwrap": bwrap,

@@ -16,14 +16,6 @@ LEFT_OPEN = 128
 """The number of file descriptors that are reserved for sessions, so that copies of files cannot use them all."""
 
 
-def allow_open_files() -> None:
-    """Raise this process's limit of open files to :data:`MOST_OPEN`, or to the system's hard limit if that is lower."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)
-    if most > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
 class LayerFiles:
     """The files of a snapshot as overlay layers, to which nothing is written any more."""
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from yaml import YAMLError
 
 from headrace.base.errors import ConfigError, EnvError, nearest
-from headrace.wings.sandboxes.served.session import ServerChannel
+from headrace.wings.sandboxes.served.session import BufferedChannel
 
 client: Any = import_module("kubernetes.aio.client")  # kubernetes is optional: only this kind imports it
 config: Any = import_module("kubernetes.aio.config")
@@ -27,11 +27,9 @@ HEARTBEAT_S = 30.0
 """The interval of the heartbeat of a silent WebSocket, in seconds."""
 FRAME_BYTES = 32 << 10
 """The largest number of bytes of one WebSocket message."""
-LINE_BYTES = 1 << 20
-"""The maximum length of a line from the server in bytes."""
 LOOK_S = 2
 """The length of one watch of a job's pods, in seconds."""
-_STDIN, _STDOUT, _STDERR, _STATUS = range(4)
+_STDIN, _STDOUT, _STDERR, _STATUS = b"\0", b"\1", b"\2", b"\3"
 
 
 class ClusterRefusal(EnvError):
@@ -206,73 +204,42 @@ class KubernetesCluster:
         return ClusterRefusal(f"the cluster {self.host} did not {what}: {words}", remedy=remedy, status=status)
 
 
-class CommandStreams(ServerChannel):
+class CommandStreams(BufferedChannel):
     """The streams of a command in a pod, over one WebSocket. The first byte of each message is the number of the
     stream."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
         """Create the streams over ``socket``, an open WebSocket with the subprotocol ``v4.channel.k8s.io``."""
+        super().__init__()
         self._socket = socket
-        self._read = bytearray()
-        """Output that was received and not read."""
         self._error_output = bytearray()
         """The error output and the cluster's status message."""
-        self._over = False
-        """Whether the WebSocket has ended."""
 
     async def send(self, data: bytes) -> None:
         """Send the bytes ``data`` to the command."""
         for begin in range(0, len(data), FRAME_BYTES):
-            await self._socket.send_bytes(bytes([_STDIN]) + data[begin : begin + FRAME_BYTES])
+            await self._socket.send_bytes(_STDIN + data[begin : begin + FRAME_BYTES])
 
-    async def line(self) -> bytes:
-        """Return the next line of the command's output."""
-        begin = 0
-        while (end := self._read.find(b"\n", begin)) < 0 and not self._over:
-            begin = len(self._read)
-            if begin > LINE_BYTES:
-                raise ValueError("a line has no end")
-            await self._receive()
-        return self._take(end + 1 if end >= 0 else len(self._read))
-
-    async def exactly(self, size: int) -> bytes:
-        """Return the next ``size`` bytes of the command's output."""
-        while len(self._read) < size:
-            if self._over:
-                raise EOFError("the stream has ended")
-            await self._receive()
-        return self._take(size)
+    async def piece(self) -> bytes:
+        """Return the next bytes of the command's output, and store messages of other streams as error output; empty at
+        the end."""
+        while (message := await self._socket.receive()).type is aiohttp.WSMsgType.BINARY:
+            stream, data = message.data[:1], message.data[1:]
+            if stream == _STDOUT and data:
+                return bytes(data)
+            if stream not in (b"", _STDOUT):
+                self._error_output = (self._error_output + data)[-4096:]
+            if stream == _STATUS:
+                break
+        return b""
 
     async def close(self) -> None:
-        """Close the WebSocket, which ends the command's input."""
-        await self._socket.close()
-
-    async def kill(self) -> None:
         """Close the WebSocket, which ends the command's input."""
         await self._socket.close()
 
     async def exit_reason(self) -> str:
         """Return the last characters of the command's error output and of the cluster's status message."""
         return " ".join(self._error_output.decode("utf-8", "replace").split())[-500:]
-
-    def _take(self, size: int) -> bytes:
-        """Remove the first ``size`` bytes of the buffer, and return them."""
-        data = bytes(self._read[:size])
-        del self._read[:size]
-        return data
-
-    async def _receive(self) -> None:
-        """Receive one message, and append it to the output or to the error output."""
-        message = await self._socket.receive()
-        if message.type is aiohttp.WSMsgType.BINARY and message.data:
-            stream, data = message.data[0], message.data[1:]
-            if stream == _STDOUT:
-                self._read += data
-            else:
-                self._error_output = (self._error_output + data)[-4096:]
-            self._over = stream == _STATUS
-        elif message.type is not aiohttp.WSMsgType.BINARY:
-            self._over = True
 
 
 def _get_message(error: Any) -> str:

@@ -22,12 +22,10 @@ from pydantic import Field
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes.base import (
-    SandboxSpec,
-)
+from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL, is_dead
-from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
+from headrace.wings.sandboxes.served.session import LINE_BYTES, ServerChannel, server_arguments
 from headrace.wings.sandboxes.served.settings import validate_driver_settings
 
 SNAPSHOTS = "headrace-snapshot"
@@ -36,8 +34,6 @@ CALL_S = 120.0
 """The longest time of one call of the client, in seconds."""
 END_S = 20.0
 """The time in which a container must end by itself, in seconds; then it is killed."""
-LINE_BYTES = 1 << 20
-"""The maximum length of a line from the server in bytes; the greeting contains the variables of the image."""
 OWN_BYTES = 64 * MIB
 """The memory of a container beyond the limit of its session, in bytes: for the server and the outputs of a command."""
 

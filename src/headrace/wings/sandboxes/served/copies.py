@@ -1,4 +1,4 @@
-"""Copies of the files that a session has changed, for services that cannot store snapshots (remote.py).
+"""Copies of the files that a session has changed, for services that cannot store snapshots (kubernetes.py).
 
     at the start       list_files: every path of the session's file system, with its times, size and owner
     at the snapshot    take_copy: a second list; archives of the changed and new paths, and the names of deleted paths

@@ -111,8 +111,6 @@ class DaytonaChannel(HostedChannel):
         """Whether the present connection to the log has delivered text."""
         self._stop_reading: Callable[[], object] | None = None
         """Cancels the task that reads the log; ``None`` before it starts."""
-        self._ended = ""
-        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: DaytonaSettings) -> None:
         """Start the launcher for ``session`` with ``settings``, and the reading of its log."""
@@ -128,15 +126,11 @@ class DaytonaChannel(HostedChannel):
         self._command = started.cmd_id
         self._stop_reading = self._driver.watch(self._read_log())
 
-    async def send(self, data: bytes) -> None:
-        """Send the bytes ``data`` to the server."""
-        try:
-            for start in range(0, len(data), SENT_BYTES):
-                text = encode_input(data[start : start + SENT_BYTES])
-                await self._sandbox.process.send_session_command_input(self._name, self._command, text)
-        except Exception as error:  # errors of the client's transport have another base class
-            self._ended = self._ended or describe_error(error)
-            raise OSError(f"input cannot be sent: {error}") from error
+    async def write(self, data: bytes) -> None:
+        """Send the bytes ``data`` to the server, in parts."""
+        for start in range(0, len(data), SENT_BYTES):
+            text = encode_input(data[start : start + SENT_BYTES])
+            await self._sandbox.process.send_session_command_input(self._name, self._command, text)
 
     async def piece(self) -> bytes:
         """Return the next bytes of the server's output; empty at the end."""
@@ -150,11 +144,6 @@ class DaytonaChannel(HostedChannel):
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
-
-    async def exit_reason(self) -> str:
-        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
-        none."""
-        return self._ended
 
     async def _read_log(self) -> None:
         """Read the log until the server ends. After a lost connection, connect again and skip what was read before."""

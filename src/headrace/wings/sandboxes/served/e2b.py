@@ -42,9 +42,7 @@ PREFIX = "headrace-snapshot-"
 """The prefix of the names of snapshots."""
 PIECES = 64
 """The capacity of the queue of output pieces; when it is full, reading of the output waits."""
-_MISSING = {
-    "disk": "E2B cannot bound the files of a session: they may fill the disk of the template",
-}
+_MISSING = {"disk": "E2B cannot bound the files of a session: they may fill the disk of the template"}
 """The guards that the service lacks."""
 _ONLY_WHOLE = (400, 409)
 """The HTTP statuses with which the service refuses a snapshot of files without memory, for this team or this
@@ -78,8 +76,6 @@ class E2BChannel(HostedChannel):
         """Output that was received and not fetched; an empty piece is the end."""
         self._output = EncodedOutput()
         """The decoder of the output."""
-        self._ended = ""
-        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: E2BSettings) -> None:
         """Start the launcher for ``session`` with ``settings``, and a task that waits for its end."""
@@ -90,15 +86,11 @@ class E2BChannel(HostedChannel):
         )  # fmt: skip
         self._driver.watch(self._watch(self._handle))
 
-    async def send(self, data: bytes) -> None:
-        """Send the bytes ``data`` to the server."""
+    async def write(self, data: bytes) -> None:
+        """Send the bytes ``data`` to the server, in parts."""
         assert self._handle is not None
-        try:
-            for start in range(0, len(data), SENT_BYTES):
-                await self._handle.send_stdin(data[start : start + SENT_BYTES])
-        except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or describe_error(error)
-            raise OSError(f"input cannot be sent: {error}") from error
+        for start in range(0, len(data), SENT_BYTES):
+            await self._handle.send_stdin(data[start : start + SENT_BYTES])
 
     async def piece(self) -> bytes:
         """Return the next bytes of the server's output; empty at the end."""
@@ -111,11 +103,6 @@ class E2BChannel(HostedChannel):
             await ignore_errors(self._handle.disconnect())
         while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
-
-    async def exit_reason(self) -> str:
-        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
-        none."""
-        return self._ended
 
     async def _take(self, text: str) -> None:
         """Decode text of the server's output, and queue its pieces."""

@@ -23,13 +23,10 @@ from typing import Any, TypeVar
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError
-from headrace.wings.sandboxes.base import (
-    SandboxSpec,
-)
-from headrace.wings.sandboxes.served.containers import LINE_BYTES
+from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptFiles, KeptSession
 from headrace.wings.sandboxes.served.owners import LABEL
-from headrace.wings.sandboxes.served.session import ServerChannel, server_program
+from headrace.wings.sandboxes.served.session import LINE_BYTES, BufferedChannel, server_program
 
 T = TypeVar("T")
 CALL_S = 120.0
@@ -152,32 +149,39 @@ def describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-class HostedChannel(ServerChannel):
-    """The channel to a launcher's standard streams. Subclasses implement :meth:`piece`, which reads pieces of any
-    size."""
+class HostedChannel(BufferedChannel):
+    """The channel to a launcher's standard streams."""
 
     def __init__(self) -> None:
         """Create a channel with an empty buffer."""
+        super().__init__()
         self.lacks: dict[str, str] = {}
         """The guards that the launcher lacks, each with the reason; filled by the first call of :meth:`line`."""
         self._said = False
         """Whether the launcher's line was read."""
-        self._over = False
-        """Whether the stream has ended."""
-        self._read = bytearray()
-        """Output that was received and not read."""
+        self._ended = ""
+        """The error with which the service's client reported the end; empty if there is none."""
 
     @abstractmethod
-    async def piece(self) -> bytes:
-        """Return the next bytes of the server's output; empty at the end of the stream."""
+    async def write(self, data: bytes) -> None:
+        """Send the bytes ``data`` to the server. Raises an error of the service's client if that fails."""
 
     @abstractmethod
     async def close(self) -> None:
         """End the machine. Errors are ignored, because the service ends the machine at its lifetime."""
 
-    async def kill(self) -> None:
-        """End the machine at once."""
-        await self.close()
+    async def exit_reason(self) -> str:
+        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
+        none."""
+        return self._ended
+
+    async def send(self, data: bytes) -> None:
+        """Send the bytes ``data`` to the server."""
+        try:
+            await self.write(data)
+        except Exception as error:  # the clients' errors have no common base class
+            self._ended = self._ended or describe_error(error)
+            raise OSError(f"input cannot be sent: {error}") from error
 
     async def line(self) -> bytes:
         """Return the next line of the server. The first call reads the launcher's line before it, into
@@ -186,45 +190,12 @@ class HostedChannel(ServerChannel):
             self._said = True
             first_line = b""
             for _ in range(MOST_GREETINGS):
-                if is_launcher_line(first_line := await self._line()):
+                if is_launcher_line(first_line := await super().line()):
                     break
             self.lacks = {
                 name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in first_line.split()
             }
-        return await self._line()
-
-    async def exactly(self, size: int) -> bytes:
-        """Return the next ``size`` bytes of the server."""
-        while len(self._read) < size:
-            if not (more := await self._more()):
-                raise EOFError("the server has gone")
-            self._read += more
-        return self._taken(size)
-
-    async def _line(self) -> bytes:
-        """Return the next line, or the rest of the output at the end of the stream. Raises ``ValueError`` for a line of
-        more than :data:`LINE_BYTES`."""
-        start = 0
-        while (end := self._read.find(b"\n", start)) < 0:
-            start = len(self._read)
-            if start > LINE_BYTES:
-                raise ValueError("a line has no end")
-            if not (more := await self._more()):
-                return self._taken(start)
-            self._read += more
-        return self._taken(end + 1)
-
-    async def _more(self) -> bytes:
-        """Return the next bytes of the server; empty at the end of the stream and in every later call."""
-        more = b"" if self._over else await self.piece()
-        self._over = not more
-        return more
-
-    def _taken(self, size: int) -> bytes:
-        """Remove the first ``size`` bytes of the buffer, and return them."""
-        data = bytes(self._read[:size])
-        del self._read[:size]
-        return data
+        return await super().line()
 
 
 class HostedSession(KeptSession):

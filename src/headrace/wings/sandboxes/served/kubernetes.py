@@ -18,14 +18,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
+from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError
+from headrace.base.tasks import task_group
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
-from headrace.wings.sandboxes.base import SandboxSpec
+from headrace.wings.sandboxes.base import (
+    SandboxDriver,
+    SandboxSnapshot,
+    SandboxSpec,
+    make_unusable_snapshot_error,
+    refuse_invalid,
+)
+from headrace.wings.sandboxes.served.containers import OWN_BYTES
+from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
+from headrace.wings.sandboxes.served.keeping import choose_image
 from headrace.wings.sandboxes.served.owners import is_dead, make_owner_name
-from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings
-from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
+from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_arguments
 from headrace.wings.sandboxes.served.settings import refuse_readable, validate_driver_settings
 
 if TYPE_CHECKING:
@@ -60,9 +70,17 @@ _HOPELESS = frozenset({
 })  # fmt: skip
 
 
-class KubernetesSettings(RemoteSettings):
+class KubernetesSettings(Section):
     """The settings of sessions in Kubernetes: ``env.options.driver``."""
 
+    image: str = ""
+    """The image of sessions whose task does not name an image."""
+    snapshots: bool = True
+    """Whether sessions can be copied. If so, each start lists the files of the image."""
+    start_s: float = 300.0
+    """The longest time of a start in seconds, which includes the download of an image."""
+    call_s: float = 30.0
+    """The longest time of one call of the service in seconds."""
     namespace: str = ""
     """The namespace of the jobs; empty: the namespace of the context, or ``default``."""
     context: str = ""
@@ -91,12 +109,17 @@ class KubernetesSettings(RemoteSettings):
         return value
 
 
-class KubernetesSession(RemoteSession):
+class KubernetesSession(ServedSession):
     """A session in a pod of the cluster."""
 
-    def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str, name: str) -> None:
+    def __init__(self, driver: KubernetesDriver, spec: SandboxSpec, image: str, name: str) -> None:
         """Create a session of ``driver`` with the settings ``spec``, in the pod of the job ``name``, from ``image``."""
-        super().__init__(driver, spec, image)
+        super().__init__(spec)
+        self.image = image
+        """The image, by the most exact name that the cluster reports, such as a digest."""
+        self.initial_files: FileListing | None = None
+        """The list of the files at the start of the session; ``None`` if the session cannot be copied."""
+        self._driver = driver
         self.name = name
         self.address = ""
         """The cluster's address and port as pods see them, as ``HOST/PORT``; empty if pods do not receive it."""
@@ -112,19 +135,43 @@ class KubernetesSession(RemoteSession):
         self.base_variables = {name: self.base_variables[name] for name in names}
         self.variables = self.first_variables()
 
+    async def take_files(self) -> ChangedFiles:
+        """Return a copy of the files that the session has changed. Raises :class:`~headrace.base.errors.EpisodeError`
+        if the setting ``snapshots`` is false."""
+        if self.initial_files is None:
+            raise EpisodeError(
+                "a session of a driver with snapshots=false cannot be copied",
+                remedy="set snapshots = true in the settings of the driver",
+                reason="session_snapshot",
+            )
+        # the server buffers a file of a copy in memory
+        largest_bytes = self.spec.limits.file_bytes
+        files = await take_copy(self, self.initial_files, self.image, largest_bytes=largest_bytes)
+        self._driver.keep(files)
+        return files
 
-class KubernetesDriver(RemoteDriver):
-    """A driver of sessions in pods of one namespace. Create it with :meth:`open`."""
+    async def forget(self) -> None:
+        """Remove the session from its driver's records."""
+        self._driver.forget(self)
 
-    settings: KubernetesSettings
+
+class KubernetesDriver(SandboxDriver):
+    """A driver of sessions in pods of one namespace, whose snapshots are copies of the changed files (copies.py).
+    Create it with :meth:`open`."""
+
+    kind = "kubernetes"
 
     def __init__(self, settings: KubernetesSettings, cluster: KubernetesCluster) -> None:
         """Create a driver with ``settings``, which creates jobs in ``cluster``."""
-        super().__init__("kubernetes", settings)
+        self.settings = settings
         self.owner = make_owner_name()
-        self.missing["disk"] = (
-            "the cluster cannot bound a session's files while it runs: it ends a pod that exceeds disk_bytes"
-        )
+        self.missing: dict[str, str] = {
+            "disk": "the cluster cannot bound a session's files while it runs: it ends a pod that exceeds disk_bytes"
+        }
+        self._sessions: set[KubernetesSession] = set()
+        """The sessions that were started and have not ended."""
+        self._copies: set[ChangedFiles] = set()
+        """The copies that were not released."""
         self._cluster = cluster
         self._probe = asyncio.Lock()
         """Held while the first session tests which guards the cluster lacks."""
@@ -180,24 +227,85 @@ class KubernetesDriver(RemoteDriver):
         except ClusterRefusal as error:
             self.missing["network"] = error.problem[-300:]
 
+    async def start(self, spec: SandboxSpec) -> KubernetesSession:
+        """Start a sandbox from the image of ``spec`` or of the settings, list its files, and create the session's
+        directory. Raises :class:`~headrace.base.errors.EpisodeError` if that fails."""
+        self.refuse_closed()
+        refuse_invalid(spec)
+        session = await self._begin_listed(spec, choose_image(self.kind, spec, self.settings.image))
+        await session.prepare()
+        return session
+
+    async def fork(self, snapshot: SandboxSnapshot) -> KubernetesSession:
+        """Start a sandbox from the image of a snapshot, and write the changed files into it. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the image has changed since."""
+        self.refuse_closed()
+        files = snapshot.files
+        if snapshot.released or not isinstance(files, ChangedFiles) or files not in self._copies:
+            raise make_unusable_snapshot_error()
+        image = snapshot.spec.image or self.settings.image
+        session = await self._begin_listed(snapshot.spec, image)
+        try:
+            if session.image != files.image:
+                raise EpisodeError(
+                    f"the image {image!r} has changed since the snapshot: {files.image!r}, now {session.image!r}",
+                    remedy="name images by their digest",
+                    reason="session_snapshot",
+                )
+            await put_copy(session, files)
+        except BaseException:
+            await session.give_up("its files could not be made")
+            raise
+        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
+        return session
+
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Delete the copy of a snapshot."""
+        if not snapshot.released and not self.closed:
+            files = snapshot.files
+            if not isinstance(files, ChangedFiles) or files not in self._copies:
+                raise make_unusable_snapshot_error()
+            snapshot.released = True
+            self._copies.discard(files)
+            files.release()
+
     async def close(self) -> None:
-        """End all sessions, and close the connections to the cluster."""
-        await super().close()
+        """End all sessions, delete all copies, and close the connections to the cluster."""
+        self.closed = True
+        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
+        for files in self._copies:
+            files.release()
+        self._copies.clear()
         await self._cluster.close()
 
-    def largest_bytes(self, spec: SandboxSpec) -> int:
-        """Return the size in bytes of the largest file that a copy of a session with the settings ``spec`` can contain;
-        the server buffers it in memory."""
-        return spec.limits.file_bytes
+    def keep(self, files: ChangedFiles) -> None:
+        """Record the copy ``files``, which :meth:`close` deletes."""
+        self._copies.add(files)
 
-    async def begin(self, spec: SandboxSpec, image: str) -> KubernetesSession:
+    def forget(self, session: KubernetesSession) -> None:
+        """Remove an ended session from the records."""
+        self._sessions.discard(session)
+
+    async def _begin_listed(self, spec: SandboxSpec, image: str) -> KubernetesSession:
+        """Start a session, and list its files before a command can change them."""
+        session = await self._begin(spec, image)
+        session.missing = dict(self.missing)
+        if self.settings.snapshots:
+            try:
+                session.initial_files = await list_files(session)
+            except BaseException:
+                await session.give_up("its files could not be listed")
+                raise
+        return session
+
+    async def _begin(self, spec: SandboxSpec, image: str) -> KubernetesSession:
         """Create a job for a session with the settings ``spec`` from ``image``, wait for its pod, and connect to the
         server in it. Raises :class:`~headrace.base.errors.EpisodeError` if the pod does not start in time."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         session = KubernetesSession(self, spec, image, f"headrace-{secrets.token_hex(8)}")
         channel = PodChannel(self._cluster, session.name)
-        self.enter(session)
+        self._sessions.add(session)
         try:
             await self._create(self._job(session))
             async with asyncio.timeout(self.settings.start_s):
@@ -222,26 +330,13 @@ class KubernetesDriver(RemoteDriver):
     async def _create(self, job: dict[str, Any]) -> None:
         """Create a job. A cancelled call first waits for the cluster's answer: otherwise the job might be created after
         its deletion, and stay until its deadline."""
-        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
-
-        refusals = []
-
-        async def make() -> None:
-            """Create the job, and store a refusal instead of raising it, so that the task group does not wrap it."""
-            try:
-                await self._cluster.create_job(job)
-            except ClusterRefusal as error:
-                refusals.append(error)
-
-        async with asyncio.TaskGroup() as group:
-            making = group.create_task(make())
+        async with task_group() as group:
+            making = group.create_task(self._cluster.create_job(job))
             try:
                 await asyncio.shield(making)
             except asyncio.CancelledError:
                 await asyncio.wait([making])
                 raise
-        for error in refusals:
-            raise error
 
     async def _abandon(self, session: KubernetesSession, channel: PodChannel) -> None:
         """Delete the job of a session that did not start."""
@@ -370,12 +465,8 @@ class PodChannel(ServerChannel):
         return await self.streams.exactly(size)
 
     async def close(self) -> None:
-        """Delete the job, which ends the server, and wait until its pod has gone."""
-        await self.kill()
-
-    async def kill(self) -> None:
-        """Delete the job, and wait until its pod has gone. Errors are ignored: a cluster that cannot be reached deletes
-        the job at its deadline."""
+        """Delete the job, which ends the server, and wait until its pod has gone. Errors are ignored: a cluster that
+        cannot be reached deletes the job at its deadline."""
         from headrace.wings.sandboxes.served.cluster import ClusterRefusal
 
         with suppress(ClusterRefusal, TimeoutError):

@@ -70,8 +70,6 @@ class ModalChannel(HostedChannel):
         """The client's handle of the launcher; ``None`` before its start."""
         self._output: AsyncGenerator[bytes, None] | None = None
         """The launcher's output; ``None`` before its start."""
-        self._ended = ""
-        """The error with which the service's client reported the end; empty if there is none."""
 
     async def run(self, session: HostedSession, settings: ModalSettings) -> None:
         """Start the launcher for ``session`` with ``settings``."""
@@ -83,15 +81,11 @@ class ModalChannel(HostedChannel):
         )  # fmt: skip
         self._output = aiter(self._process.stdout)
 
-    async def send(self, data: bytes) -> None:
-        """Send the bytes ``data`` to the server."""
-        try:
-            for start in range(0, len(data), SENT_BYTES):
-                self._process.stdin.write(data[start : start + SENT_BYTES])
-                await self._process.stdin.drain.aio()
-        except Exception as error:  # the client's errors have no common base class
-            self._ended = self._ended or describe_error(error)
-            raise OSError(f"input cannot be sent: {error}") from error
+    async def write(self, data: bytes) -> None:
+        """Send the bytes ``data`` to the server, in parts."""
+        for start in range(0, len(data), SENT_BYTES):
+            self._process.stdin.write(data[start : start + SENT_BYTES])
+            await self._process.stdin.drain.aio()
 
     async def piece(self) -> bytes:
         """Return the next bytes of the server's output; empty at the end."""
@@ -110,11 +104,6 @@ class ModalChannel(HostedChannel):
         if self._output is not None:
             await ignore_errors(self._output.aclose())
         await ignore_errors(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
-
-    async def exit_reason(self) -> str:
-        """Return the error with which the service's client reported that ``server.sh`` has ended; empty if there is
-        none."""
-        return self._ended
 
 
 class ModalDriver(HostedDriver):

@@ -32,6 +32,8 @@ GRACE_S = 15.0
 ended."""
 SHORTEST_S = 0.001
 """The shortest timeout of a call in seconds, so that a call after the end of the lifetime raises the right error."""
+LINE_BYTES = 1 << 20
+"""The maximum length of a line from the server in bytes; the greeting contains the variables of the image."""
 _CONTAINER_VARIABLES = frozenset({"LC_ALL", "container", "HOSTNAME", "TERM"})
 """Variables that containers set in addition to the variables of their image; commands do not receive them."""
 _PROGRAMS = ("bash", "cat", "mkdir", "tar")
@@ -57,13 +59,61 @@ class ServerChannel(ABC):
     async def close(self) -> None:
         """Close the server's input, and wait until the server has ended."""
 
-    @abstractmethod
     async def kill(self) -> None:
         """Kill the server at once, with all other processes of the session."""
+        await self.close()
 
     async def exit_reason(self) -> str:
         """Return in words why a server ended before its greeting; empty if the reason is unknown."""
         return ""
+
+
+class BufferedChannel(ServerChannel):
+    """A channel whose output arrives in pieces of any size, which are stored until they are read."""
+
+    def __init__(self) -> None:
+        """Create a channel with an empty buffer."""
+        self._read = bytearray()
+        """Output that was received and not read."""
+        self._over = False
+        """Whether the stream has ended."""
+
+    @abstractmethod
+    async def piece(self) -> bytes:
+        """Return the next bytes of the server's output; empty at the end of the stream."""
+
+    async def line(self) -> bytes:
+        """Return the next line, or the rest of the output at the end of the stream. Raises ``ValueError`` for a line of
+        more than :data:`LINE_BYTES`."""
+        start = 0
+        while (end := self._read.find(b"\n", start)) < 0:
+            start = len(self._read)
+            if start > LINE_BYTES:
+                raise ValueError("a line has no end")
+            if not await self._receive():
+                return self._taken(start)
+        return self._taken(end + 1)
+
+    async def exactly(self, size: int) -> bytes:
+        """Return the next ``size`` bytes of the server."""
+        while len(self._read) < size:
+            if not await self._receive():
+                raise EOFError("the server has gone")
+        return self._taken(size)
+
+    async def _receive(self) -> bool:
+        """Append the next bytes of the server to the buffer. Return ``False`` at the end of the stream and in every
+        later call."""
+        more = b"" if self._over else await self.piece()
+        self._over = not more
+        self._read += more
+        return bool(more)
+
+    def _taken(self, size: int) -> bytes:
+        """Remove the first ``size`` bytes of the buffer, and return them."""
+        data = bytes(self._read[:size])
+        del self._read[:size]
+        return data
 
 
 @cache

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,10 +26,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull
+from headrace.base.errors import ComponentDied, ConfigError, EngineUnfit, NeedsFull, first_line
 from headrace.base.types.weights import BUCKET_BYTES
 from headrace.models.devices import CPU
-from headrace.sync.groups import ProcessGroup, gloo_group, torch_distributed
+from headrace.sync.groups import ProcessGroup, gloo_group, listen_at, serve_store, torch_distributed
 from headrace.wings.servers.client.ownership import REMEDY, public_name
 from headrace.wings.servers.client.wire import Wire
 
@@ -74,7 +73,7 @@ class CarrierConfig:
         """Raise :class:`~headrace.base.errors.ConfigError` if this process cannot listen at ``host``, or if NCCL is
         chosen and is not available on this machine."""
         try:
-            _listen(self.host).close()
+            listen_at(self.host).close()
         except OSError as error:
             raise ConfigError(
                 f"engine.server.weights_host={self.host!r} cannot be listened at: {error}",
@@ -141,7 +140,7 @@ class Carrier:
             return self._verify_arrival(attempt, hashes)
         except (OSError, RuntimeError, ValueError) as error:
             self._offer = None
-            problem = self._worker_error(attempt) or f"{type(error).__name__}: {_first_line(error)}"
+            problem = self._worker_error(attempt) or f"{type(error).__name__}: {first_line(error)}"
             raise NeedsFull(
                 f"version {version} ({sum(sizes.values())} bytes) was not brought to the server's machines by "
                 f"{self._config.backend}: {problem}",
@@ -167,15 +166,11 @@ class Carrier:
         if source := next(filter(None, sources), ""):
             raise EngineUnfit(f"the server gets its weights from another run, at {source}", remedy=REMEDY)
         host, deadline = self._config.host, timedelta(seconds=self._config.deadline_s)
-        listener = _listen(host)
-        port = listener.getsockname()[1]
-        store = torch_distributed.TCPStore(
-            host, port, None, True, deadline, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = serve_store(host, deadline)
         invitation = {
             "name": secrets.token_hex(8),
             "host": host,
-            "port": port,
+            "port": store.port,
             "size": 1 + len(sources),
             "backend": self._config.backend,
             "deadline_s": self._config.deadline_s,
@@ -190,7 +185,7 @@ class Carrier:
             try:
                 return gloo_group(offer.store, rank_and_size, self._config.deadline_s, self._config.host)
             except RuntimeError as error:
-                raise ValueError(f"its workers have not joined the group ({_first_line(error)})") from None
+                raise ValueError(f"its workers have not joined the group ({first_line(error)})") from None
         nccl = torch_distributed.ProcessGroupNCCL
         torch.cuda.set_device(self._config.device)
         options = nccl.Options()
@@ -262,13 +257,3 @@ class Carrier:
         workers return ``None``, which is left out."""
         results = await self._call_workers(self._wire.client, method, *arguments)
         return [result for result in results if result is not None]
-
-
-def _listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port of ``host``."""
-    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's text."""
-    return str(error).partition("\n")[0]

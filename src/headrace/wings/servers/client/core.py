@@ -38,9 +38,8 @@ from headrace.engine.native.checks import check_ids, request_problem, score_prob
 from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.answer import StreamedAnswer
 from headrace.wings.servers.client.dialect import ServerInfo
-from headrace.wings.servers.client.records import RoutingDecoder
 from headrace.wings.servers.client.server import Server
-from headrace.wings.servers.client.streams import AnswerStreams, ChunkQueue, StreamConfig
+from headrace.wings.servers.client.streams import AnswerStreams, ChunkQueue, ServedLimits, StreamConfig
 from headrace.wings.servers.client.wire import Wire
 
 STEP_S = 0.005
@@ -70,21 +69,6 @@ class _ServedForkSource:
             self.version = int(chunk.tokens.versions_T[-1])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServedLimits:
-    """The limits of all requests to a served engine, and the kinds of records that the server reports for each
-    token."""
-
-    vocab_size: int
-    """Number of token ids; ids run from 0 to one below it."""
-    max_context: int
-    """Largest number of tokens of a prompt and its answer together."""
-    record_kept: bool = False
-    """Whether the server reports the kept-set of each token."""
-    routing: RoutingDecoder | None = None
-    """Decoder of the experts of each token; ``None`` if the server does not report them."""
-
-
 class ServedEngine:
     """An engine that samples through a server. This class is the synchronous side, whose methods the step loop of the
     engine's process calls. :func:`headrace.wings.servers.client.make.open_served_engine` creates it. ``receiver``
@@ -110,9 +94,7 @@ class ServedEngine:
         stream_config = StreamConfig(
             max_streams=config.max_sequences,
             flush_tokens=config.flush_tokens,
-            vocab_size=limits.vocab_size,
-            record_kept=limits.record_kept,
-            routing=limits.routing,
+            limits=limits,
             trained=receiver is not None,
         )
         self._streams = wire.call(_make_streams(wire, server, self._chunk_queue, stream_config, clock), CONTROL_S)

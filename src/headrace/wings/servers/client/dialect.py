@@ -66,8 +66,6 @@ class ServerDialect(Protocol):
 
     name: str
     """The server's name for display."""
-    kind: str
-    """The value of ``engine.kind`` that selects this kind of server."""
     package: str
     """Name of the Python distribution that contains the server."""
     tested: tuple[str, ...]

@@ -20,7 +20,7 @@ from headrace.models.settings import find_context_limit, read_config
 from headrace.models.weights import weight_tensors
 from headrace.sync.receiver import Receiver
 from headrace.wings.servers.client.carrier import Carrier, CarrierConfig
-from headrace.wings.servers.client.core import ServedEngine, ServedLimits
+from headrace.wings.servers.client.core import ServedEngine
 from headrace.wings.servers.client.dialect import ServerDialect, ServerInfo
 from headrace.wings.servers.client.forms import ServedForm
 from headrace.wings.servers.client.handover import Handover
@@ -28,6 +28,7 @@ from headrace.wings.servers.client.kind import ServerKind, get_server_settings
 from headrace.wings.servers.client.launching import ServeRequirements, installed_version, model_alone, refuse_untested
 from headrace.wings.servers.client.ownership import own_server
 from headrace.wings.servers.client.server import Server, ServerParts
+from headrace.wings.servers.client.streams import ServedLimits
 from headrace.wings.servers.client.wire import Address, Wire
 
 
@@ -67,11 +68,7 @@ def open_engine(setup: EngineSetup) -> Iterator[OpenedEngine]:
 
 @contextmanager
 def open_served_engine(
-    config: EngineConfig,
-    required: ServeRequirements,
-    handover: Handover,
-    receiver: Receiver | None,
-    clock: Clock,
+    config: EngineConfig, required: ServeRequirements, handover: Handover, receiver: Receiver | None, clock: Clock
 ) -> Iterator[ServedEngine]:
     """Start the server of ``config`` or connect to a running one, check it, and yield an engine that samples through
     it. The engine has no version at first. Its weights are passed to the server through ``handover``; if they are

@@ -85,9 +85,7 @@ class Server:
         :class:`~headrace.base.errors.ConfigError` if the program cannot be run."""
         try:
             self._process = subprocess.Popen(
-                list(self._command.argv),
-                env=program_environment(self._command.variables),
-                stdin=subprocess.DEVNULL,
+                list(self._command.argv), env=program_environment(self._command.variables), stdin=subprocess.DEVNULL
             )
         except OSError as error:
             raise ConfigError(
@@ -123,8 +121,7 @@ class Server:
         """Return the error for a server that does not report a required record of each token, so that its answers
         cannot be used. ``what`` is the name of the record, such as ``experts``."""
         return EngineUnfit(
-            f"{self} does not report the {what} of its tokens",
-            remedy=f"start it with this command: {self._command}",
+            f"{self} does not report the {what} of its tokens", remedy=f"start it with this command: {self._command}"
         )
 
     def close(self) -> None:

@@ -51,6 +51,21 @@ WATCH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedLimits:
+    """The limits of all requests to a served engine, and the kinds of records that the server reports for each
+    token."""
+
+    vocab_size: int
+    """Number of token ids; ids run from 0 to one below it."""
+    max_context: int
+    """Largest number of tokens of a prompt and its answer together."""
+    record_kept: bool = False
+    """Whether the server reports the kept-set of each token."""
+    routing: RoutingDecoder | None = None
+    """Decoder of the experts of each token; ``None`` if the server does not report them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
     """The settings of the streams of one server."""
 
@@ -58,12 +73,8 @@ class StreamConfig:
     """Largest number of streams at once."""
     flush_tokens: int
     """Number of new tokens at which a chunk is sent to the reader."""
-    vocab_size: int
-    """Number of token ids; ids run from 0 to one below it."""
-    record_kept: bool = False
-    """Whether the server reports the kept-set of each token."""
-    routing: RoutingDecoder | None = None
-    """Decoder of the experts that the server reports; ``None`` if it does not."""
+    limits: ServedLimits
+    """The limits of all requests, and the kinds of records of each token."""
     trained: bool = False
     """Whether this run trains the server's weights, so that no other run may load weights into the server."""
 
@@ -75,13 +86,8 @@ class AnswerStreams:
     def __init__(self, wire: Wire, server: Server, chunk_queue: ChunkQueue, config: StreamConfig, clock: Clock) -> None:
         """Create the object for ``server``, which is reached through ``wire``, and start to watch the server. Chunks
         and commit reports are put into ``chunk_queue``."""
-        self._wire, self._server, self._chunk_queue, self._config, self._clock = (
-            wire,
-            server,
-            chunk_queue,
-            config,
-            clock,
-        )
+        self._wire, self._server, self._chunk_queue = wire, server, chunk_queue
+        self._config, self._clock = config, clock
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
         """Heap of the answers that wait for a free stream, each with its sort key."""
@@ -320,7 +326,7 @@ class AnswerStreams:
             sampling=answer.request.sampling,
             max_new_tokens=answer.request.sampling.max_new_tokens - len(answer.ids),
             label=self.labels.make(self._version),
-            record_kept=self._config.record_kept,
+            record_kept=self._config.limits.record_kept,
             adapter=self._server.handover.form.adapters[answer.request.agent],
         )
         try:
@@ -401,8 +407,8 @@ class AnswerStreams:
         new. Raises ``ValueError`` for an invalid part."""
         if len(part.ids) != len(part.logprobs):
             raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
-        if max(part.ids, default=0) >= self._config.vocab_size:
-            raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._config.vocab_size}")
+        if max(part.ids, default=0) >= self._config.limits.vocab_size:
+            raise ValueError(f"token {max(part.ids)}, outside the vocabulary of {self._config.limits.vocab_size}")
         if part.finish_reason not in _ENDS:
             raise ValueError(f"finish reason {part.finish_reason!r}")
         sampling = answer.request.sampling
@@ -411,7 +417,7 @@ class AnswerStreams:
         if sampling.record_kept and part.ids:
             if part.kept is None:
                 raise self._server.make_missing_record_error("kept-sets")
-            refuse_kept(part.kept, part.ids, self._config.vocab_size)
+            refuse_kept(part.kept, part.ids, self._config.limits.vocab_size)
         first = answer.stream_start == len(answer.ids)
         answer.append(part, self._version)
         self._last_token_s = self._clock.now()
@@ -427,10 +433,10 @@ class AnswerStreams:
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
         """Return the experts from the last event of an answer, checked against the model. Raises an error if the server
         has reported none."""
-        assert self._config.routing is not None
+        assert self._config.limits.routing is not None
         if part.experts is None:
             raise self._server.make_missing_record_error("experts")
-        return self._config.routing.convert(part.experts, len(answer.prompt) + len(answer.ids) - 1)
+        return self._config.limits.routing.convert(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
         """Check every :data:`WATCH_S` seconds whether the server is alive, and raise an error if it is dead, even if

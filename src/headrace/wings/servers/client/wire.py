@@ -10,14 +10,12 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
 from headrace.base.config.addresses import is_loopback
 from headrace.base.errors import ComponentDied
-
-if TYPE_CHECKING:
-    import httpx
+from headrace.base.tasks import first_error
 
 A = TypeVar("A")
 CONNECT_S = 20.0
@@ -80,11 +78,6 @@ class Wire:
         self.post(self._main.cancel)
         self._thread.join()
 
-    @property
-    def client(self) -> httpx.AsyncClient:
-        """Return the HTTP client, which must be used within the event loop."""
-        return self._client
-
     def call(self, coroutine: Coroutine[Any, Any, A], timeout_s: float) -> A:
         """Run ``coroutine`` in the event loop from another thread, and return its result or raise its error. Raises
         :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``timeout_s`` seconds, or if the loop has
@@ -118,9 +111,7 @@ class Wire:
     def make_closed_error(self) -> ComponentDied:
         """Return an error with the reason why the event loop has ended, for callers that still try to use it."""
         self._thread.join(END_S)  # the failure is set when the last task has ended
-        failure = self.failure
-        while isinstance(failure, BaseExceptionGroup):
-            failure = failure.exceptions[0]
+        failure = None if self.failure is None else first_error(self.failure)
         if isinstance(failure, ComponentDied):
             return type(failure)(failure.problem, remedy=failure.remedy)
         words = "has ended" if failure is None else f"broke: {type(failure).__name__}: {failure}"
@@ -158,7 +149,7 @@ class Wire:
                 else None,
                 limits=httpx.Limits(max_connections=None),
                 trust_env=not local,
-            ) as self._client,
+            ) as self.client,  # to be used within the event loop
             asyncio.TaskGroup() as self._group,
         ):
             self._ready.set()

@@ -59,7 +59,7 @@ class SglangDialect:
     :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
 
     name = "SGLang"
-    kind = package = "sglang"
+    package = "sglang"
     tested: tuple[str, ...] = ()
     stream_path = "/generate"
 

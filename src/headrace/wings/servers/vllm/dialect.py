@@ -75,7 +75,7 @@ class VllmDialect:
     server."""
 
     name = "vLLM"
-    kind = package = "vllm"
+    package = "vllm"
     tested: tuple[str, ...] = ("0.32",)
     stream_path = "/inference/v1/generate"
 
