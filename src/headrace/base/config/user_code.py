@@ -243,8 +243,8 @@ def _is_found(module: str, folder: Path) -> bool:
 
 def where(error: BaseException, source: str | None) -> str:
     """Return an error as ``Kind: message at file.py:12``. The location is the deepest line of the file ``source`` in
-    the traceback; it is omitted if ``source`` is ``None`` or does not occur in the traceback. This function never
-    raises an error, even if the error cannot be printed."""
+    the traceback; it is omitted if ``source`` is ``None`` or does not occur in the traceback. This function
+    never raises an error, even if the error cannot be printed."""
     name = type(error).__name__
     try:
         frames = traceback.extract_tb(error.__traceback__)

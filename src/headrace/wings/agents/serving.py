@@ -14,7 +14,6 @@ from headrace.base.config.tls import server_context
 from headrace.base.errors import RunError
 from headrace.base.net.refusal import excerpt
 from headrace.base.net.shell import HttpServer, ShellLimits, make_url
-from headrace.base.tasks import task_group
 from headrace.base.types.sampling import Sampling
 from headrace.launch.endpoints import HERE, ListenAddress
 from headrace.rollout.environments.base import OpenEpisode
@@ -109,13 +108,16 @@ class _IgnoredWarnings:
 async def _run_server(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
     """Return a context in which ``server`` runs on the ``listening`` sockets. At the end, wait until all its
     connections are closed."""
-    async with task_group() as group:
-        serving = group.create_task(server.serve(sockets=listening))
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            await asyncio.wait({serving})
+    try:
+        async with asyncio.TaskGroup() as group:
+            serving = group.create_task(server.serve(sockets=listening))
+            try:
+                yield
+            finally:
+                server.should_exit = True
+                await asyncio.wait({serving})
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None  # a group of the caller's stays whole: it may hold the error that explains
 
 
 @contextmanager

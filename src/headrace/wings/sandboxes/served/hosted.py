@@ -162,9 +162,10 @@ class HostedChannel(BufferedChannel):
         self._ended = ""
         """The error with which the service's client reported the end; empty if there is none."""
 
-    @abstractmethod
     async def write(self, data: bytes) -> None:
-        """Send the bytes ``data`` to the server. Raises an error of the service's client if that fails."""
+        """Send the bytes ``data`` to the server. Raises an error of the service's client if that fails. A subclass
+        that overrides :meth:`send` needs no such method."""
+        raise NotImplementedError(f"{type(self).__name__} has neither write nor send")
 
     @abstractmethod
     async def close(self) -> None:

@@ -330,13 +330,27 @@ class KubernetesDriver(SandboxDriver):
     async def _create(self, job: dict[str, Any]) -> None:
         """Create a job. A cancelled call first waits for the cluster's answer: otherwise the job might be created after
         its deletion, and stay until its deadline."""
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        refusals = []
+
+        async def make() -> None:
+            """Create the job, and store a refusal instead of raising it: in a cancelled call, the cancellation must
+            win."""
+            try:
+                await self._cluster.create_job(job)
+            except ClusterRefusal as error:
+                refusals.append(error)
+
         async with task_group() as group:
-            making = group.create_task(self._cluster.create_job(job))
+            making = group.create_task(make())
             try:
                 await asyncio.shield(making)
             except asyncio.CancelledError:
                 await asyncio.wait([making])
                 raise
+        for error in refusals:
+            raise error
 
     async def _abandon(self, session: KubernetesSession, channel: PodChannel) -> None:
         """Delete the job of a session that did not start."""
