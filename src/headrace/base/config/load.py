@@ -108,16 +108,17 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
     return merged
 
 
-def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def leaves(tree: Mapping[str, Any], above: str = "", *, with_empty: bool = False) -> dict[str, Any]:
     """Return all values in the nested dictionaries ``tree`` that are not dictionaries themselves, by dotted name. Each
-    name begins with the prefix ``above``.
+    name begins with the prefix ``above``. ``with_empty`` also returns the empty dictionaries.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= leaves(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
+        nested = isinstance(value, Mapping) and (value or not with_empty)
+        found |= leaves(value, f"{above}{key}.", with_empty=with_empty) if nested else {f"{above}{key}": value}
     return found
 
 

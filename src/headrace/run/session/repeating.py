@@ -135,7 +135,8 @@ class ReplayRecording:
     def refuse_changed(self, prepared: Prepared) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if the settings or rows of ``prepared``, the replay, differ
         from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
-        settings, recorded = (leaves(make_recorded_settings(each)) for each in (prepared.config, self.config))
+        trees = map(make_recorded_settings, (prepared.config, self.config))
+        settings, recorded = (leaves(tree, with_empty=True) for tree in trees)
         for key in sorted(settings.keys() | recorded.keys()):
             changeable = any(key == name or key.startswith(f"{name}.") for name in CHANGEABLE)
             if not changeable and settings.get(key) != recorded.get(key):
