@@ -114,6 +114,8 @@ def leaves(tree: Mapping[str, Any], above: str = "", *, with_empty: bool = False
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
+    >>> leaves({"env": {"kind": "prompt", "options": {}}}, with_empty=True)
+    {'env.kind': 'prompt', 'env.options': {}}
     """
     found: dict[str, Any] = {}
     for key, value in tree.items():
