@@ -30,7 +30,7 @@ def measure_sync(bench: str) -> dict[str, float]:
     module: Any = import_module(f"{bench}.sync")
     module.FULL = (replace(module.FULL[0], rounds=VERSIONS, commits=COMMITS),)
     for name in ("_broadcasts", "_measure_broadcasts"):  # the name differs by version; it measures the library Gloo
-        setattr(module, name, lambda *_: None)
+        setattr(module, name, lambda *_: ([], []))  # no rows and no targets; older versions ignore the result
     figures: dict[str, float] = {}
     for row in module.measure(lambda line: None).rows:
         if "transport" in row:
@@ -64,7 +64,11 @@ class DemoRuns:
         return {"demo, trained tok/s": fast, "slow reward, trained tok/s": slow}
 
     def _run(self, turn: int, name: str, *settings: str) -> float:
-        summary = self._module._run(self._demo, self._directory / f"{name}-{turn}", *settings, "data.eval_path=")
+        run_dir, settings = self._directory / f"{name}-{turn}", (*settings, "data.eval_path=")
+        if hasattr(self._module, "_run"):  # older versions
+            summary = self._module._run(self._demo, run_dir, *settings)
+        else:
+            summary = self._module.train_quietly(self._demo.run_file, run_dir, *settings)
         return float(summary.trained_tok_s)
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from headrace.sync import group, groups
 from headrace.wings.bench import sync_group_worker
+from headrace.wings.bench.engine_peers import answer_requests
 
 NOWHERE = "192.0.2.1"
 """An address of the range for documentation (RFC 5737), which no machine has."""
@@ -18,4 +18,4 @@ def deaf(store: Any, rank_and_size: tuple[int, int], deadline_s: float, host: st
 
 if __name__ == "__main__":
     group.gloo_group = deaf
-    sync_group_worker.main(sys.argv[1:])
+    answer_requests(sync_group_worker.open_side)

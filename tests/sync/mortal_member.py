@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from headrace.sync import pieces
 from headrace.sync.groups import ProcessGroup
 from headrace.wings.bench import sync_group_worker
+from headrace.wings.bench.engine_peers import answer_requests
 from headrace.wings.bench.sync_group_worker import GroupEngine, HalfLearnerRank
 
 BUCKET = 3000
@@ -49,4 +49,4 @@ if __name__ == "__main__":
     ProcessGroup.broadcast_one = mortal  # type: ignore[method-assign]
     told(HalfLearnerRank)
     told(GroupEngine)
-    sync_group_worker.main(sys.argv[1:])
+    answer_requests(sync_group_worker.open_side)

@@ -211,7 +211,7 @@ class Rig:
         return column_T
 
     def assert_request_refused(self, words: str, **settings: Any) -> None:
-        """Assert that a request with the sampling parameters ``sampling`` is refused with an error that contains
+        """Assert that a request with the ``settings`` of :meth:`request` is refused with an error that contains
         ``words``."""
         request = self.request([3, 4], **settings)
         assert_refused(lambda: self.core.add(request), words)
