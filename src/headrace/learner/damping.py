@@ -63,14 +63,14 @@ class AgeDamping(Section):
     """Selects this damping."""
     power: float = Field(default=1.0, gt=0)
     """The power of ``reference`` / mean age by which the rate is multiplied. 1 bounds the product of age and rate."""
-    reference: float = Field(default=2.0, gt=0)
+    reference: float = Field(default=4.0, gt=0)
     """The mean age in versions that leaves the rate as it is, and so does every smaller one."""
 
     def factor(self, metrics: Mapping[str, float]) -> float:
         """Return the factor, at most 1, by which the learning rate is multiplied for a batch with these metrics.
 
         >>> AgeDamping().factor({"age_mean": 8.0}), AgeDamping(power=0.5).factor({"age_mean": 8.0})
-        (0.25, 0.5)
+        (0.5, 0.707...)
         """
         age = metrics["age_mean"]
         return 1.0 if age <= self.reference else math.pow(self.reference / age, self.power)
