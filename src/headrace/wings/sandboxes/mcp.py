@@ -31,9 +31,11 @@ MAX_LINES = 10_000
 QUOTED = 600
 """The number of bytes of a server's error output that an error message quotes."""
 _START = """mkdir -p {folder} && mkfifo {place}.in {place}.out && {{
-{bash} --norc --noprofile -c {command} <>{place}.in 1<>{place}.out 2>{place}.err 99>&- &
-}}"""
-"""Start a server in the background, in the directory and with the variables of the shell."""
+{bash} --norc --noprofile -c {command} <&5 >&6 2>{place}.err 5>&- 6>&- 99>&- &
+}} 5<>{place}.in 6<>{place}.out"""
+"""Start a server in the background, in the directory and with the variables of the shell. The shell opens the pipes
+before the server's process begins: a first exchange that comes before the process is there must find a reader and a
+writer, or the server would count as ended."""
 _EXCHANGE = f"""cd {FOLDER} || exit
 if [[ $2 ]]; then
   exec 3<>"$1.in" 4>"$1.in" 3>&-  # opened without waiting for a reader; without one, writing fails
