@@ -30,7 +30,7 @@ from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, fake_parts, lognormal_lengths
 
 
-class Seen(Observer):
+class RecordingObserver(Observer):
     """An observer that remembers."""
 
     controller: Controller
@@ -114,18 +114,20 @@ class Life:
     learner: FakeLearner
     engine: FakeEngine
     controller: Controller
-    seen: Seen
+    seen: RecordingObserver
     seconds: float
     began_at: int
     """Steps that its first weights had behind them."""
 
 
-def live(plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: Seen | None = None) -> Life:
+def live(
+    plan: Plan, *, crash_at: float | None = None, stop_at: float | None = None, seen: RecordingObserver | None = None
+) -> Life:
     """The run continues from where it is, until it ends, crashes at ``crash_at`` or is asked to stop at ``stop_at``."""
-    return run_virtual(_live(plan, crash_at, stop_at, seen or Seen()))
+    return run_virtual(_live(plan, crash_at, stop_at, seen or RecordingObserver()))
 
 
-async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen: Seen) -> Life:
+async def _live(plan: Plan, crash_at: float | None, stop_at: float | None, seen: RecordingObserver) -> Life:
     checkpoint.sweep(plan.run_dir / CHECKPOINTS)
     start = find_starting_point(plan.run_dir)
     learner = plan.learner()
@@ -183,7 +185,7 @@ def with_eval(num_rows: int) -> Callable[[Components], Components]:
     return change
 
 
-def run_to_failure(plan: Plan, *, seen: Seen | None = None) -> BaseException:
+def run_to_failure(plan: Plan, *, seen: RecordingObserver | None = None) -> BaseException:
     """The error that the run ends with."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - looked into by the caller
         live(plan, seen=seen)

@@ -13,7 +13,7 @@ from headrace.base.types.tokens import IntColumn
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeScorer
-from tests.control.lives import Plan, Seen, run_to_failure, with_eval
+from tests.control.lives import Plan, RecordingObserver, run_to_failure, with_eval
 
 
 def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
             await asyncio.sleep(0.1)
             return Scores(rewards=(), failure="reward_error: my_reward.py:7: KeyError: 'answer'")
 
-    seen = Seen()
+    seen = RecordingObserver()
     error = run_to_failure(Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=Broken), seen=seen)
     assert isinstance(error, EnvError)
     assert "5 groups in a row" in str(error)
@@ -32,7 +32,7 @@ def test_reward_that_always_fails_ends_the_run_with_its_words(tmp_path: Path) ->
 
 def test_reward_that_is_none_for_every_answer_ends_the_run_with_what_none_means(tmp_path: Path) -> None:
     plan = Plan(run_dir=tmp_path, flow={"max_failed_groups": 5}, scorer=lambda: FakeScorer(reward=lambda _: None))
-    seen = Seen()
+    seen = RecordingObserver()
     error = run_to_failure(plan, seen=seen)
     assert isinstance(error, EnvError)
     assert "the reward function returned None for the last, and None means that an answer does not count" in str(error)

@@ -15,7 +15,7 @@ from headrace.base.types.tokens import FloatColumn
 from headrace.control import ControlSettings
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeLearner
-from tests.control.lives import Plan, Seen, live
+from tests.control.lives import Plan, RecordingObserver, live
 
 
 def off_by(gap: float) -> type[FakeLearner]:
@@ -68,7 +68,7 @@ def test_what_rounding_explains_does_not(largest: float, gap: float, tmp_path: P
 
 
 def test_gap_that_the_run_file_allows_is_warned_of(tmp_path: Path) -> None:
-    seen = Seen()
+    seen = RecordingObserver()
     life = live(Plan(run_dir=tmp_path, learner=off_by(0.5), run={"max_start_gap": 0.6}), seen=seen)
     assert life.ended
     assert "run.max_start_gap=0.6 lets it pass" in seen.texts("warning")

@@ -29,7 +29,7 @@ from headrace.rollout.environments.data import RowOrder
 from headrace.rollout.scoring import Scores
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, SiblingEngine, list_groups, live, run_to_failure
+from tests.control.lives import Life, Plan, RecordingObserver, SiblingEngine, list_groups, live, run_to_failure
 from tests.control.test_crash_and_resume import check_books, lives
 
 
@@ -247,7 +247,7 @@ def test_masked_episode_moves_the_baseline_and_carries_no_loss(tmp_path: Path) -
 def test_filter_that_lets_nothing_pass_ends_the_run_with_advice(tmp_path: Path) -> None:
     plan = filtered(tmp_path, ["zero_variance"], max_idle_batches=4)
     plan.scorer = lambda: FakeScorer(seconds=0.1, reward=lambda _: 0.25)
-    seen = Seen()
+    seen = RecordingObserver()
     error = run_to_failure(plan, seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "filters dropped 12 groups in a row and kept none: 12 zero_variance; all 72 rewards were 0.25" in str(error)

@@ -27,7 +27,7 @@ from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, list_groups, live, run_to_failure, with_eval
+from tests.control.lives import Life, Plan, RecordingObserver, list_groups, live, run_to_failure, with_eval
 
 LENGTH = lognormal_lengths(40, 1.0, 300)
 BOUNDS = [(max_age, lead) for max_age in range(4) for lead in (0, max_age)]
@@ -239,7 +239,7 @@ def test_a_version_that_was_evaluated_while_training_ended_is_not_evaluated_agai
 
 
 def test_live_picture_can_be_taken_at_any_moment(tmp_path: Path) -> None:
-    watcher = Seen()
+    watcher = RecordingObserver()
     pictures: list[LiveState] = []
 
     class Painter(FakeScorer):

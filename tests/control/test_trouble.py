@@ -31,7 +31,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
 from headrace.rollout.scoring import Scores
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from tests.control.lives import Plan, Seen, list_groups, live, run_to_failure, with_eval
+from tests.control.lives import Plan, RecordingObserver, list_groups, live, run_to_failure, with_eval
 
 
 async def for_ever() -> None:
@@ -192,7 +192,7 @@ def test_row_whose_prompt_changed_before_a_restart_costs_its_group(tmp_path: Pat
 @pytest.mark.parametrize("stuck", STALLS)
 def test_part_that_never_answers_is_named_with_who_waits_for_it(tmp_path: Path, stuck: str) -> None:
     parts, words = STALLS[stuck]
-    seen = Seen()
+    seen = RecordingObserver()
     error = run_to_failure(Plan(run_dir=tmp_path, run={"stall_timeout_s": 20.0}, **parts), seen=seen)
     assert isinstance(error, StallError)
     for said in (*words, "nothing has moved for 20 s", "unblocked by", "run.stall_timeout_s"):
@@ -224,7 +224,7 @@ def test_slow_parts_that_go_on_moving_are_no_stall(tmp_path: Path) -> None:
 
 
 def test_rewards_that_are_all_equal_end_the_run_with_advice(tmp_path: Path) -> None:
-    seen, equal = Seen(), lambda: FakeScorer(reward=lambda _: 0.5)
+    seen, equal = RecordingObserver(), lambda: FakeScorer(reward=lambda _: 0.5)
     error = run_to_failure(Plan(run_dir=tmp_path, steps=50, flow={"max_idle_batches": 6}, scorer=equal), seen=seen)
     assert isinstance(error, NothingToLearn)
     assert "6 steps in a row" in str(error)
@@ -386,7 +386,7 @@ def test_ledger_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
             ledger._db.execute(f"PRAGMA max_page_count = {pages}")
             return await super().train(batch)
 
-    seen = Seen()
+    seen = RecordingObserver()
     error = run_to_failure(Plan(run_dir=tmp_path, steps=200, learner=Filling), seen=seen)
     assert isinstance(error, LedgerError)
     assert "full" in str(error)

@@ -22,7 +22,7 @@ from headrace.control.controller import ENGINES
 from headrace.run.session.repeating import ReplayRecording
 from headrace.run.session.running import first_cause
 from headrace.wings.servers.client.config import ServerConfig
-from tests.control.lives import Plan, Seen, live
+from tests.control.lives import Plan, RecordingObserver, live
 from tests.engine.fleet.mortal import bring, sample
 from tests.engine.fleet.resized import ResizedEngines, ignore
 from tests.engine.fleet.test_runs_on_fakes import LENGTH, whole
@@ -355,7 +355,7 @@ async def refusal(change: Coroutine[Any, Any, Any]) -> str:
 def test_change_of_the_engines_forbids_a_replay_and_an_engine_that_was_not_added_does_not_and_each_loss_is_a_warning(
     tmp_path: Path,
 ) -> None:
-    seen = Seen()
+    seen = RecordingObserver()
 
     def change(parts: Components) -> Components:
         def record() -> None:

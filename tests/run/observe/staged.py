@@ -21,7 +21,7 @@ from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.learner.base import Publication
 from headrace.run.observe import Accountant
 from headrace.testing import FakeEngine, FakeLearner, FakeScorer
-from tests.control.lives import Life, Plan, Seen, live
+from tests.control.lives import Life, Plan, RecordingObserver, live
 
 STEPS = 30
 
@@ -29,7 +29,7 @@ STEPS = 30
 class StagedEngine(FakeEngine):
     """Has room for so many sequences, reads prompts one after the other, and tells what it was busy with."""
 
-    def __init__(self, told: Seen, *, room: int, prompt_s: float, stage_s: float, **options: Any) -> None:
+    def __init__(self, told: RecordingObserver, *, room: int, prompt_s: float, stage_s: float, **options: Any) -> None:
         super().__init__(**options)
         self._told, self._prompt_s, self._stage_s = told, prompt_s, stage_s
         self._room, self._reading = asyncio.Semaphore(room), asyncio.Lock()
@@ -76,7 +76,7 @@ class StagedEngine(FakeEngine):
 class StagedLearner(FakeLearner):
     """Tells what it was busy with."""
 
-    def __init__(self, told: Seen, **options: Any) -> None:
+    def __init__(self, told: RecordingObserver, **options: Any) -> None:
         super().__init__(**options)
         self._told = told
 
@@ -95,7 +95,7 @@ class StagedLearner(FakeLearner):
         self._told.spans([Span(lane="learner", name=name, start_s=now - seconds, end_s=now, step=step)])
 
 
-class Watched(Seen):
+class Watched(RecordingObserver):
     """Remembers, and keeps the account."""
 
     def __init__(self) -> None:

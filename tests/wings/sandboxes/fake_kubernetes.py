@@ -36,6 +36,8 @@ class FakeKubernetes(FakeService):
         """The most pods."""
         self.create_s = 0.0
         """How long it takes to make a job."""
+        self.refuses_jobs = False
+        """Whether a job is refused, after ``create_s``."""
         self.allows_policies = True
         self.address = ("192.0.2.1", "443")
         """What pods are told of the cluster: an address that nobody has."""
@@ -100,6 +102,8 @@ class FakeKubernetes(FakeService):
         assert len(name) <= 63
         assert all(len(value) <= 63 for value in body["metadata"]["labels"].values())
         await asyncio.sleep(self.create_s)
+        if self.refuses_jobs:
+            return status(403, f'jobs.batch "{name}" is forbidden: exceeded quota')
         self.jobs[name] = body
         if len(self.pods) >= self.quota:
             message = (

@@ -185,6 +185,24 @@ def test_a_start_that_is_cancelled_before_its_job_is_made_leaves_none(cluster: A
     assert not cluster.jobs
 
 
+def test_a_start_that_is_cancelled_stays_cancelled_though_its_job_is_then_refused(cluster: Any) -> None:
+    async def body() -> None:
+        async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:
+            cluster.create_s, cluster.refuses_jobs = 0.3, True
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await driver.start(SandboxSpec())
+            cluster.create_s = 0.0
+            with pytest.raises(EpisodeError, match="exceeded quota"):
+                await driver.start(SandboxSpec())
+
+    try:
+        asyncio.run(body())
+    finally:
+        cluster.create_s, cluster.refuses_jobs = 0.0, False
+    assert not cluster.jobs
+
+
 def test_a_fork_of_an_image_that_has_changed_is_refused(cluster: Any) -> None:
     async def body() -> None:
         async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:

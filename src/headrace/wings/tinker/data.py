@@ -34,7 +34,8 @@ class Datum:
     """The numbers of positions of ``ids_N`` that have the same source, in order, as the client says; empty if the
     client gave none."""
     target_spans: Sequence[int] = ()
-    """The same for the inputs of the loss."""
+    """The numbers of positions of the loss inputs that have the same source, in order, as the client says; empty if the
+    client gave none."""
     foreign: str = ""
     """The kind of content other than tokens in the datum, such as ``an image``; empty if there are only tokens."""
 
